@@ -1,0 +1,64 @@
+# `make quickstart` and `make test` need Python >= 3.11 and nothing else: they create .venv by themselves and install
+# into it again whenever pyproject.toml or constraints.txt changes.  Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+RUN    := runs/quickstart
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart install install-test check test test-slow soak bench clean
+
+help:
+	@echo "make quickstart   install, train a tiny MiMo-V2 on real text, chat with it, compare it with transformers"
+	@echo "make test         install, lint, types and the whole fast test suite"
+	@echo "make check        lint, format, types, import rule"
+	@echo "make test-slow    the tests marked slow"
+	@echo "make soak         the tests marked soak (hours)"
+	@echo "make bench        one training step against transformers' own model: time and peak memory"
+	@echo "make clean        remove caches and build outputs (runs/ and .venv stay)"
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"AutoMiMo needs Python >= 3.11, {sys.executable} is {v.major}.{v.minor}. Use: make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(BIN)/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $@
+
+install: $(VENV)/.installed
+
+install-test: $(VENV)/.installed-test
+
+quickstart: install
+	$(BIN)/automimo train recipes/quickstart.yaml
+	$(BIN)/automimo generate $(RUN)/final --prompt 'Explain `lambda`.' --max-new-tokens 80
+	$(BIN)/python -m automimo.compare $(RUN)/final
+
+check: install-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_import_rule.py
+
+test: check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not soak"
+
+test-slow: install-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow --timeout 1800
+
+soak: install-test
+	$(BIN)/python -m pytest -m soak --timeout 0
+
+bench: install
+	$(BIN)/python benchmarks/train_step.py
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

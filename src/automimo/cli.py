@@ -1,0 +1,127 @@
+"""The command line: one short function per verb. The work is done elsewhere and imported when a verb runs.
+
+Only typer and the standard library are imported here, so that `automimo --help` answers at once. Every verb runs inside
+`exit_code_of`, which turns what it raises into one message and an exit code.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, ParamSpec
+
+import typer
+
+from automimo import __version__
+from automimo.cli_errors import exit_code_of
+
+P = ParamSpec("P")
+DEBUG = "--debug"
+
+
+class _Options:
+    """The options before the verb, set by `_global_options` on every call."""
+
+    debug = False
+
+
+_OPTIONS = _Options()
+
+app = typer.Typer(
+    name="automimo",
+    help="Train and use models of the MiMo-V2 family.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of `automimo` and `python -m automimo`; ends the process with an exit code.
+
+    0: the work is done. 1: it failed. 2: the command line is wrong. 130: Ctrl-C. 143: SIGTERM, after saving.
+    `--debug` may stand before or after the verb.
+    """
+    # Libraries would draw their progress bars and advice into our output; whoever wants them sets these variables.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if DEBUG in given:
+        given.remove(DEBUG)
+        given.insert(0, DEBUG)
+    app(given, prog_name="automimo")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"automimo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of an error.")] = False,
+    version: Annotated[  # noqa: ARG001 - its callback acts
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    _OPTIONS.debug = debug
+
+
+def verb(function: Callable[P, int | None]) -> Callable[P, None]:
+    """Register `function` as the verb of its name, without a trailing underscore; it returns the exit code, None is 0."""
+
+    @functools.wraps(function)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
+        raise typer.Exit(exit_code_of(lambda: function(*args, **kwargs), debug=_OPTIONS.debug))
+
+    app.command(function.__name__.rstrip("_"))(guarded)
+    return guarded
+
+
+@verb
+def init(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; must not exist, or be empty.")],
+    preset: Annotated[str, typer.Option(help="Name of the preset, for example tiny or flash.")],
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights.")] = 0,
+    tokenizer: Annotated[Path | None, typer.Option(help="Folder whose tokenizer files are copied.")] = None,
+) -> int:
+    """Make a model folder with new weights from a preset."""
+    from automimo.init_model import run_init
+
+    return run_init(out, preset, seed=seed, tokenizer_folder=tokenizer)
+
+
+@verb
+def train(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file (YAML).")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Other values for keys, as in optim.lr=1e-5.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
+) -> int:
+    """Train as a recipe says; the same command resumes."""
+    from automimo.training import load_recipe, run_training
+
+    return run_training(load_recipe(recipe, overrides or ()), dry_run=dry_run)
+
+
+@verb
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+) -> None:
+    """Draw the loss picture of a run, print its card."""
+    from automimo.report import print_report
+
+    print_report(run)
+
+
+@verb
+def doctor() -> int:
+    """Check this installation and machine."""
+    from automimo.doctor import run_doctor
+
+    return run_doctor()

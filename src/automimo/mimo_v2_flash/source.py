@@ -1,0 +1,37 @@
+"""Where a checkpoint comes from: a local folder, or a Hub id that is downloaded once into the shared cache."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from automimo.errors import CheckpointError
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def resolve_folder(name_or_path: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+    """The local folder of a checkpoint.
+
+    A path to an existing folder is taken as it is. Otherwise ``owner/name`` is fetched from the Hub (or found in its
+    cache); `weights` False leaves the weight files out. Raises CheckpointError when neither works.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    name = str(name_or_path)
+    if not _HUB_ID.fullmatch(name) or path.is_absolute():
+        raise CheckpointError(f"{name}: no such folder; pass a checkpoint folder or a Hub id such as owner/name")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(name, revision=revision, ignore_patterns=None if weights else ["*.safetensors", "*.bin"])
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(
+            f"{name}: no such folder, and the Hub could not supply it ({reason}); check the name, the revision and the "
+            "connection, or download the folder and pass its path"
+        ) from error

@@ -1,0 +1,66 @@
+"""Mixture of experts: router, grouped experts, and what a trainer needs to keep them in balance.
+
+Names are loaded on first use, so that `MoEConfig` can be had without importing torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from automimo.moe.config import EXPERT_BACKENDS, SCORE_FUNCTIONS, MoEConfig
+    from automimo.moe.experts import GroupedExperts
+    from automimo.moe.gate import Gate, RouterStats, Routing
+    from automimo.moe.layer import MoE
+    from automimo.moe.metrics import load_metrics
+    from automimo.moe.model_hooks import (
+        attach_aux_loss,
+        expert_load,
+        moe_layers,
+        reset_expert_load,
+        router_frozen_contexts,
+        set_aux_loss_scale,
+        update_router_biases,
+    )
+
+_HOMES = {
+    "config": ("EXPERT_BACKENDS", "SCORE_FUNCTIONS", "MoEConfig"),
+    "experts": ("GroupedExperts",),
+    "gate": ("Gate", "RouterStats", "Routing"),
+    "layer": ("MoE",),
+    "metrics": ("load_metrics",),
+    "model_hooks": (
+        "attach_aux_loss",
+        "expert_load",
+        "moe_layers",
+        "reset_expert_load",
+        "router_frozen_contexts",
+        "set_aux_loss_scale",
+        "update_router_biases",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "EXPERT_BACKENDS",
+    "SCORE_FUNCTIONS",
+    "Gate",
+    "GroupedExperts",
+    "MoE",
+    "MoEConfig",
+    "RouterStats",
+    "Routing",
+    "attach_aux_loss",
+    "expert_load",
+    "load_metrics",
+    "moe_layers",
+    "reset_expert_load",
+    "router_frozen_contexts",
+    "set_aux_loss_scale",
+    "update_router_biases",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)

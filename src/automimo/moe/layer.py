@@ -1,0 +1,53 @@
+"""The mixture-of-experts layer: router and experts over the real tokens of a stream.
+
+T rows of the stream, N of them real tokens, D hidden width, E experts.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from automimo.moe.config import MoEConfig
+from automimo.moe.experts import GroupedExperts
+from automimo.moe.gate import Gate, RouterStats
+
+
+class MoE(nn.Module):
+    """Routed experts in place of a dense MLP. `gate` and `experts` hold everything there is to train or save.
+
+    `aux_loss_scale` is what the model hands to `attach_aux_loss` with this layer's balance loss; `set_aux_loss_scale`
+    sets it on all layers (1 / tokens of the optimizer step).
+    """
+
+    def __init__(self, config: MoEConfig, experts_backend: str = "torch_mm") -> None:
+        super().__init__()
+        self.config = config
+        self.gate = Gate(config)
+        self.experts = GroupedExperts(config, experts_backend)
+        self.aux_loss_scale = 1.0
+
+    def reset_parameters(self, std: float, generator: torch.Generator | None = None) -> None:
+        """Normal weights of standard deviation `std`, zero correction bias, nothing counted."""
+        self.gate.reset_parameters(std, generator)
+        self.experts.reset_parameters(std, generator)
+
+    def forward(
+        self, x_TD: Tensor, *, token_indices: Tensor | None = None, document_ids: Tensor | None = None
+    ) -> tuple[Tensor, RouterStats]:
+        """Apply the layer to a stream `x_TD` [T, D] (or [..., D], read as one stream) and say what the router did.
+
+        token_indices [N] int64: the rows that are real tokens, each once (None: all). The others go to no expert, count
+        nowhere and come back as 0. document_ids [T] int64: for the balance loss (None: all one document).
+        Nothing of the module changes; hand the stats to `gate.record`, once, outside checkpointed regions.
+        """
+        shape = x_TD.shape
+        x_TD = x_TD.reshape(-1, shape[-1])
+        x_ND = x_TD if token_indices is None else x_TD.index_select(0, token_indices)
+        if document_ids is not None:
+            document_ids = document_ids.flatten()
+            if token_indices is not None:
+                document_ids = document_ids.index_select(0, token_indices)
+        weights_NK, indices_NK, load_E, aux_loss = self.gate(x_ND, document_ids)
+        y_TD = self.experts(x_ND, weights_NK, indices_NK)
+        if token_indices is not None:
+            y_TD = torch.zeros_like(x_TD).index_copy(0, token_indices, y_TD)
+        return y_TD.view(shape), RouterStats(load_E, aux_loss)

@@ -1,0 +1,259 @@
+"""The recipe: what a training run does, as frozen pydantic models. Imports no torch.
+
+Every key has its type, its default and its one-line meaning here and nowhere else; `docs/recipes.md` is checked against
+this file. Reading a file, overrides and the wording of errors are in `recipe_file.py`.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from automimo.errors import ConfigError
+
+
+def _as_tuple(value: Any) -> Any:
+    """YAML has lists, a frozen recipe holds tuples; anything else is left for pydantic to refuse."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Text = Annotated[str, Field(min_length=1)]
+Patterns = Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)]
+
+
+class Section(BaseModel):
+    """Base of all parts of a recipe: immutable, strict about types, closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    path: Text | None = Field(default=None, description="Hugging Face folder or Hub id to start from; this or `preset`")
+    preset: Text | None = Field(
+        default=None, description="name of a preset: a new model with random weights; this or `path`"
+    )
+    attention: Literal["sdpa", "eager", "flex", "te"] = Field(default="sdpa", description="attention backend")
+    window: int | None = Field(
+        default=None,
+        ge=1,
+        description="keys a query of a sliding layer sees, itself included; null keeps the model's own",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="dtype of the forward and backward pass; master weights and optimizer are always float32",
+    )
+    train: Patterns = Field(default=("*",), description="patterns of the parameters to train (shell wildcards)")
+    freeze: Patterns = Field(default=(), description="patterns of parameters to leave as they are; wins over `train`")
+    train_sinks: bool = Field(default=False, description="also train the attention sinks")
+
+
+class MoESection(Section):
+    router: Literal["train", "freeze"] = Field(
+        default="train", description="train the router weights, or leave them alone"
+    )
+    bias_update_speed: float = Field(
+        default=0.0, ge=0, description="step of the load-balancing update of the routers' selection bias; 0 = never"
+    )
+    aux_loss: float = Field(default=0.0, ge=0, description="coefficient of the load-balancing loss; 0 = none")
+
+
+class SourceSection(Section):
+    kind: Literal["chat", "text", "huggingface", "python_docs"] = Field(description="what the source is")
+    path: Text | None = Field(default=None, description="file, folder or Hub id; not for `python_docs`")
+    weight: float = Field(
+        default=1.0, gt=0, description="how often an epoch shows each example (2 = twice, 0.5 = half)"
+    )
+
+
+class DataSection(Section):
+    train: Annotated[tuple[SourceSection, ...], BeforeValidator(_as_tuple)] = Field(description="training sources")
+    validation: Annotated[tuple[SourceSection, ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="held-out sources"
+    )
+    sequence_length: int = Field(default=4096, ge=2, description="tokens of one packed row")
+    packing: bool = Field(default=True, description="pack several documents in a row (attention never crosses them)")
+    overflow: Literal["error", "drop", "split"] = Field(
+        default="error", description="what to do with an example longer than a row"
+    )
+    seed: int = Field(default=0, ge=0, description="seed of the shuffle and the packing")
+
+
+class OptimGroup(Section):
+    pattern: Text = Field(description="shell wildcards on our parameter names; must match something")
+    lr: float | None = Field(
+        default=None, gt=0, description="peak learning rate of these parameters; null = `optim.lr`"
+    )
+    weight_decay: float | None = Field(default=None, ge=0, description="their weight decay; null = the usual one")
+
+
+class OptimSection(Section):
+    name: Literal["adamw"] = Field(default="adamw", description="optimizer")
+    lr: float = Field(default=1e-5, gt=0, description="peak learning rate")
+    betas: Annotated[
+        tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]], BeforeValidator(_as_tuple)
+    ] = Field(default=(0.9, 0.95), description="decay of the running mean and mean square of the gradient")
+    eps: float = Field(default=1e-8, gt=0, description="added to the root of the mean square")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="decoupled weight decay; never on norms, sinks and biases"
+    )
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
+        default="cosine", description="learning rate after the warm-up"
+    )
+    warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="last learning rate / `lr` (linear, cosine, wsd)")
+    decay_share: float = Field(
+        default=0.2, gt=0, le=1, description="share of all steps that wsd decays over, at the end"
+    )
+    clip_norm: float | None = Field(default=1.0, gt=0, description="largest global gradient norm; null = never clip")
+    groups: Annotated[tuple[OptimGroup, ...], BeforeValidator(_as_tuple)] = Field(
+        default=(), description="other settings for some parameters; the first pattern that matches wins"
+    )
+
+
+class TrainSection(Section):
+    steps: int | None = Field(default=None, ge=1, description="optimizer steps; this or `epochs`")
+    epochs: int | None = Field(default=None, ge=1, description="passes over the training data; this or `steps`")
+    batch: int = Field(default=8, ge=1, description="packed rows per optimizer step")
+    micro_batch: int = Field(default=1, ge=1, description="rows per forward pass; divides `batch`")
+    seed: int = Field(default=0, ge=0, description="seed of new weights and of everything random but the data order")
+    evaluate_every: int = Field(
+        default=0, ge=0, description="steps between evaluations, the first before step 1; 0 = only at the end"
+    )
+    save_every: int = Field(default=500, ge=0, description="steps between checkpoints; 0 = only at the end")
+    keep: int = Field(default=2, ge=1, description="newest checkpoints to keep")
+    activation_checkpointing: bool = Field(
+        default=False, description="recompute activations in backward: less memory, slower"
+    )
+    loss_chunk: int = Field(default=256, ge=1, description="tokens per piece of the vocabulary projection")
+    resume: Text = Field(
+        default="auto",
+        description="`auto`: newest checkpoint of `output`; `never`; or a checkpoint or run to start from",
+    )
+    final: Literal["bf16", "fp32", "none"] = Field(
+        default="bf16", description="dtype of the exported `final/`, or no export"
+    )
+
+
+class Recipe(Section):
+    """A whole training run. `load_recipe` makes one from a file; `dump_recipe` writes one that reads back equal."""
+
+    output: Text = Field(description="run folder")
+    model: ModelSection
+    moe: MoESection = MoESection()
+    data: DataSection
+    optim: OptimSection = OptimSection()
+    train: TrainSection
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output).expanduser()
+
+
+class Problem(NamedTuple):
+    """What is wrong with a key and what to do; `involves` are the keys whose own faults would explain it away."""
+
+    key: str
+    text: str
+    involves: tuple[str, ...] = ()
+
+
+def cross_check(sections: dict[str, Any]) -> Iterator[Problem]:
+    """Rules between keys. A section that cannot be made at all is missing from `sections` and is skipped."""
+    model, moe, data = sections.get("model"), sections.get("moe"), sections.get("data")
+    optim, train = sections.get("optim"), sections.get("train")
+    if isinstance(model, ModelSection) and (model.path is None) == (model.preset is None):
+        text = "give exactly one of model.path (start from a checkpoint) and model.preset (start from nothing)"
+        yield Problem("model", text, ("model.path", "model.preset"))
+    if isinstance(moe, MoESection) and moe.router == "freeze":
+        for key, value in (("moe.bias_update_speed", moe.bias_update_speed), ("moe.aux_loss", moe.aux_loss)):
+            if value > 0:
+                yield Problem(key, "must be 0 when moe.router is freeze: it would train the router", ("moe.router",))
+    if isinstance(data, DataSection):
+        yield from _check_sources(data)
+    if isinstance(train, TrainSection):
+        if (train.steps is None) == (train.epochs is None):
+            text = "give exactly one of train.steps and train.epochs"
+            yield Problem("train", text, ("train.steps", "train.epochs"))
+        if train.batch % train.micro_batch:
+            text = f"{train.batch} is not a multiple of train.micro_batch {train.micro_batch}"
+            yield Problem("train.batch", text, ("train.micro_batch",))
+        if isinstance(data, DataSection) and train.evaluate_every and not data.validation:
+            text = f"is {train.evaluate_every}, but data.validation names nothing to evaluate on"
+            yield Problem("train.evaluate_every", text, ("data.validation",))
+        if isinstance(optim, OptimSection) and train.steps is not None:
+            schedule = schedule_problem(optim, train.steps)
+            if schedule:
+                yield Problem("optim.warmup_steps", schedule, ("train.steps",))
+
+
+def _check_sources(data: DataSection) -> Iterator[Problem]:
+    if not data.train:
+        yield Problem("data.train", "names no source to train on")
+    for part, sources in (("train", data.train), ("validation", data.validation)):
+        for i, source in enumerate(sources):
+            key = f"data.{part}.{i}.path"
+            if source.kind == "python_docs" and source.path is not None:
+                yield Problem(key, "python_docs is built in and takes no path", (f"data.{part}",))
+            if source.kind != "python_docs" and source.path is None:
+                yield Problem(key, f"is missing: kind {source.kind} needs one", (f"data.{part}",))
+
+
+def schedule_problem(optim: OptimSection, steps: int) -> str | None:
+    """Why the schedule does not fit into `steps`, or None. Also called once `train.epochs` has become steps."""
+    if optim.warmup_steps >= steps:
+        return f"{optim.warmup_steps} leaves nothing of the {steps} steps of the run: lower it"
+    return None
+
+
+def check_schedule(optim: OptimSection, steps: int) -> None:
+    """Raise ConfigError if the warm-up does not fit into `steps`."""
+    problem = schedule_problem(optim, steps)
+    if problem:
+        raise ConfigError(f"optim.warmup_steps: {problem}")
+
+
+# Keys that a resumed run may change: they decide where things are written, how often, and how the same numbers are
+# computed, never what is learned from which token. train.steps and train.epochs are judged by the number of steps.
+FREE_ON_RESUME = frozenset(
+    {
+        "output",
+        "model.attention",
+        "train.activation_checkpointing",
+        "train.epochs",
+        "train.evaluate_every",
+        "train.final",
+        "train.keep",
+        "train.loss_chunk",
+        "train.micro_batch",
+        "train.resume",
+        "train.save_every",
+        "train.steps",
+    }
+)
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested dicts and lists -> {dotted key: leaf}. Empty lists and dicts are leaves."""
+    items: Iterator[tuple[str, Any]]
+    if isinstance(value, dict) and value:
+        items = ((str(k), v) for k, v in value.items())
+    elif isinstance(value, list | tuple) and value:
+        items = ((str(i), v) for i, v in enumerate(value))
+    else:
+        return {prefix: value}
+    flat: dict[str, Any] = {}
+    for key, item in items:
+        flat.update(flatten(item, f"{prefix}.{key}" if prefix else key))
+    return flat
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """`key: old -> new` for every key that a resumed run may not change. Both as `recipe.model_dump(mode="json")`."""
+    before, after = flatten(old), flatten(new)
+    changed = []
+    for key in [*before, *(k for k in after if k not in before)]:
+        left, right = before.get(key, "(absent)"), after.get(key, "(absent)")
+        if left != right and key not in FREE_ON_RESUME:
+            changed.append(f"{key}: {left} -> {right}")
+    return changed
