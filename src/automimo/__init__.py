@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from automimo.backend import BackendConfig
     from automimo.errors import AutoMiMoError, CheckpointError, ConfigError, DataError, TrainingError
-    from automimo.generate import generate_text
+    from automimo.generate import Chat, Sampling, load_chat, load_model
     from automimo.mimo_v2_flash.config import MiMoV2Config, MiMoV2FlashConfig
     from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM, MiMoV2FlashModel, MiMoV2ForCausalLM
     from automimo.mimo_v2_flash.presets import PRESETS, preset_config
@@ -20,10 +20,12 @@ if TYPE_CHECKING:
     from automimo.report import model_card, write_report
     from automimo.training.recipe import Recipe
     from automimo.training.recipe_file import load_recipe
+    from automimo.training.run import run_training
 
 _HOME = {
     "AutoMiMoError": "errors",
     "BackendConfig": "backend",
+    "Chat": "generate",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "DataError": "errors",
@@ -36,17 +38,43 @@ _HOME = {
     "MoEConfig": "moe.config",
     "PRESETS": "mimo_v2_flash.presets",
     "Recipe": "training.recipe",
+    "Sampling": "generate",
     "TrainingError": "errors",
-    "generate_text": "generate",
+    "load_chat": "generate",
+    "load_model": "generate",
     "load_recipe": "training.recipe_file",
     "model_card": "report",
     "preset_config": "mimo_v2_flash.presets",
+    "run_training": "training.run",
     "write_report": "report",
 }
 
-__all__ = [  # noqa: RUF022, PLE0604 - one list of names, above
+__all__ = [
+    "PRESETS",
+    "AutoMiMoError",
+    "BackendConfig",
+    "Chat",
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "MiMoV2Config",
+    "MiMoV2FlashConfig",
+    "MiMoV2FlashForCausalLM",
+    "MiMoV2FlashModel",
+    "MiMoV2FlashStateDictAdapter",
+    "MiMoV2ForCausalLM",
+    "MoEConfig",
+    "Recipe",
+    "Sampling",
+    "TrainingError",
     "__version__",
-    *_HOME,
+    "load_chat",
+    "load_model",
+    "load_recipe",
+    "model_card",
+    "preset_config",
+    "run_training",
+    "write_report",
 ]
 
 

@@ -48,6 +48,8 @@ class BackendConfig:
     enable_hf_state_dict_adapter: bool = True
 
     def __post_init__(self) -> None:
+        if self.gate_precision is not None:
+            self.gate_precision = str(self.gate_precision).removeprefix("torch.")  # a torch.dtype is fine too
         for field in fields(self):
             if field.name in CHOICES:
                 self._check(field.name, self.__dict__[field.name])

@@ -72,13 +72,13 @@ def _global_options(
 
 
 def verb(function: Callable[P, int | None]) -> Callable[P, None]:
-    """Register `function` as the verb of its name, without a trailing underscore; it returns the exit code, None is 0."""
+    """Register `function` as the verb of its name; what it returns is the exit code (None is 0)."""
 
     @functools.wraps(function)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> None:
         raise typer.Exit(exit_code_of(lambda: function(*args, **kwargs), debug=_OPTIONS.debug))
 
-    app.command(function.__name__.rstrip("_"))(guarded)
+    app.command(function.__name__)(guarded)
     return guarded
 
 
@@ -104,19 +104,65 @@ def train(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
 ) -> int:
     """Train as a recipe says; the same command resumes."""
-    from automimo.training import load_recipe, run_training
+    from automimo.training import load_recipe
 
-    return run_training(load_recipe(recipe, overrides or ()), dry_run=dry_run)
+    loaded = load_recipe(recipe, overrides or ())
+    # After the recipe, so that a mistake in it is told at once and not when torch has been imported.
+    from automimo.training import run_training
+
+    return run_training(loaded, dry_run=dry_run)
 
 
 @verb
-def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
-) -> None:
-    """Draw the loss picture of a run, print its card."""
-    from automimo.report import print_report
+def generate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or Hub id.")],
+    prompt: Annotated[str, typer.Option(help="What the user says.")],
+    system: Annotated[str | None, typer.Option(help="System text; default: the one of the chat template.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 always takes the most likely token.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Sample from the most likely tokens that hold this probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Sample from this many most likely tokens; 0: from all.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="Seed of the sampling.")] = None,
+    thinking: Annotated[bool, typer.Option(help="Let the model reason before it answers.")] = False,
+) -> int:
+    """Ask a model one question."""
+    from automimo.answer import run_generate
+    from automimo.generate import Sampling
 
-    print_report(run)
+    sampling = Sampling(max_new_tokens, temperature, top_p, top_k, seed)
+    return run_generate(model, prompt, sampling, system=system, thinking=thinking)
+
+
+@verb
+def evaluate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or Hub id.")],
+    data: Annotated[str, typer.Option(help="JSONL file of chats or texts, data set, or python_docs.")],
+    kind: Annotated[str | None, typer.Option(help="chat, text or hf; default: seen from the data.")] = None,
+) -> int:
+    """Loss of a model on held-out data."""
+    from automimo.evaluate import run_evaluate
+
+    return run_evaluate(model, data, kind)
+
+
+@verb
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Recipe file (YAML).")],
+    samples: Annotated[int, typer.Option(min=1, help="How many samples to show.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each sample to show.")] = 400,
+) -> int:
+    """Show the first samples of a recipe and their loss mask."""
+    from automimo.inspect_recipe import run_inspect
+
+    return run_inspect(path, samples, max_tokens)
+
+
+@verb
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]) -> int:
+    """Draw the loss picture of a run, print its card."""
+    from automimo.report import run_report
+
+    return run_report(run)
 
 
 @verb

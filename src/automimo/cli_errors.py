@@ -18,33 +18,32 @@ def exit_code_of(work: Callable[[], int | None], *, debug: bool) -> int:
     """
     try:
         return work() or 0
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED, debug)
     except BrokenPipeError:
         # The reader of our output is gone (`| head`): nobody is left to tell. Python would complain once more when it
         # flushes stdout at exit, so it gets somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
-    except AutoMiMoError as error:
-        return _fail(f"error: {error}", FAILED, debug)
-    except OSError as error:
-        return _fail(f"error: {describe_os_error(error)}", FAILED, debug)
-    except MemoryError:
-        return _fail("error: out of memory; lower train.micro_batch or data.sequence_length", FAILED, debug)
-    except Exception as error:  # noqa: BLE001 - the last place where it can become a message
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        hint = "" if debug else " (rerun with --debug for the traceback)"
-        return _fail(f"internal error: {text}{hint}", FAILED, debug)
+    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the last place where it can become a message
+        if debug:
+            traceback.print_exc()
+        print(_message(error, debug), file=sys.stderr, flush=True)
+        return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
+
+
+def _message(error: BaseException, debug: bool) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, AutoMiMoError):
+        return f"error: {error}"
+    if isinstance(error, OSError):
+        return f"error: {describe_os_error(error)}"
+    if isinstance(error, MemoryError):
+        return "error: out of memory; use a smaller model, data.sequence_length or train.micro_batch"
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"internal error: {text}" + ("" if debug else " (rerun with --debug for the traceback)")
 
 
 def describe_os_error(error: OSError) -> str:
     """`No space left on device: /path` instead of `[Errno 28] No space left on device: '/path'`."""
     names = [str(name) for name in (error.filename, error.filename2) if name is not None]
     return ": ".join([error.strerror or str(error) or type(error).__name__, *names])
-
-
-def _fail(message: str, code: int, debug: bool) -> int:
-    if debug:
-        traceback.print_exc()
-    print(message, file=sys.stderr, flush=True)
-    return code

@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ from torch.nn import functional as F
 
 from automimo import __version__
 from automimo.attention import attend, available_backends, build_layout
+from automimo.machine import GIB, memory_bytes
 from automimo.moe.experts import expert_mlp
 
 State = Literal["ok", "missing", "failed"]
-GIB = 2**30
 # Random fp32 problems of a few hundred tokens: both sides of a self check round differently, but by no more than this
 # share of the reference's norm (observed 1e-7 to 4e-7).
 SELF_CHECK_TOLERANCE = 1e-5
@@ -112,8 +111,7 @@ def _machine() -> Iterator[Finding]:
     yield Finding(group, "cpu", f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {threads}")
     memory = memory_bytes()
     if memory is not None:
-        total, free = memory
-        yield Finding(group, "memory", f"{total / GIB:.1f} GiB, {free / GIB:.1f} GiB free")
+        yield Finding(group, "memory", f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} GiB free")
     disk = shutil.disk_usage(Path.cwd())
     yield Finding(group, "disk", f"{disk.total / GIB:.1f} GiB, {disk.free / GIB:.1f} GiB free in this folder")
     if torch.cuda.is_available():
@@ -123,22 +121,6 @@ def _machine() -> Iterator[Finding]:
             yield Finding(group, f"gpu {i}", value)
     else:
         yield Finding(group, "gpu", "none that torch can use; everything runs on the CPU", "missing")
-
-
-def memory_bytes() -> tuple[int, int] | None:
-    """(total, available) memory of this machine or of the container it runs in; None where it cannot be told."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="ascii")
-    except OSError:
-        return None
-    table = {key: int(kib) * 1024 for key, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
-    total, available = table["MemTotal"], table["MemAvailable"]
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii"))
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no cgroup v2, or its limit is "max"
-        return total, available
-    return min(total, limit), min(available, max(0, limit - used))
 
 
 def _features() -> Iterator[Finding]:

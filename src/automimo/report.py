@@ -245,6 +245,16 @@ The tokenizer and its chat template are in this folder (`transformers.AutoTokeni
 """
 
 
+def run_report(run: Path) -> int:
+    """The verb `report`: draw the picture again, print the model card."""
+    picture = write_report(run)
+    print(model_card(run))
+    if read_metrics(run).torn:
+        print(f"The last line of {run / METRICS} is cut off (the run was killed or is running); it is left out.")
+    print(f"picture: {picture}")
+    return 0
+
+
 def _read_recipe(path: Path) -> dict[str, Any]:
     try:
         recipe = YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 from automimo import doctor
-from automimo.doctor import Finding, check_version, examine, run_doctor
+from automimo.doctor import check_version, examine, run_doctor
 
 
 def run(width: int) -> tuple[int, str]:
@@ -34,7 +34,7 @@ def test_the_table_is_readable_at_any_width_without_colour(width: int) -> None:
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     assert "\x1b" not in text
     assert "transformers" in text
-    assert "Everything that AutoMiMo needs works here." in text
+    assert "Everything that AutoMiMo needs works here." in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
@@ -98,14 +98,3 @@ def test_an_unsupported_dtype_is_reported_as_missing() -> None:
     problem = doctor.grouped_mm_problem(torch.float64)
     assert problem is not None
     assert "experts run in a loop" in problem
-
-
-def test_memory_is_that_of_the_machine() -> None:
-    memory = doctor.memory_bytes()
-    assert memory is not None
-    total, available = memory
-    assert 0 < available <= total
-
-
-def test_findings_are_plain_values() -> None:
-    assert Finding("a", "b", "c") == Finding("a", "b", "c", "ok")

@@ -78,7 +78,10 @@ def test_counts():
     ("rules", "message"),
     [
         (ModelSection(train=("layer.*",)), r"model.train: 'layer.\*' matches no parameter"),
-        (ModelSection(freeze=("*", "nothing")), "model.freeze: 'nothing' matches no parameter; there are 11, such as e"),
+        (
+            ModelSection(freeze=("*", "nothing")),
+            "model.freeze: 'nothing' matches no parameter; there are 11, such as e",
+        ),
         (ModelSection(freeze=("*",)), "leave none of the 11 parameters to train"),
         (ModelSection(train=("*sink*",)), "sinks need model.train_sinks"),
     ],

@@ -1,6 +1,7 @@
 """Keys and values of the tokens a generation has seen: all of them on full layers, only the window on sliding ones.
 
-B sequences, H query heads, K key/value heads, G = H / K, D width of q and k, V width of v, N cached places of a sequence.
+B sequences, H query heads, K key/value heads, G = H / K, D width of q and k, V width of v, N cached places of a
+sequence.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ class _LayerCache:
     window: int | None
 
     def make_room(self, tokens: int) -> None:
-        """Places for sequences of `tokens` tokens; a window needs no more than itself, and grows before it first wraps."""
+        """Places for sequences of `tokens` tokens; a window needs no more than itself, and grows before it wraps."""
         places = self.keys.shape[2]
         needed = tokens if self.window is None else min(tokens, self.window)
         if needed > places:
@@ -40,9 +41,9 @@ class KVCache:
     """The cache of one generation: B sequences of different lengths, every layer of a model, used under no_grad.
 
     The first `attend` of a layer takes the packed prompts, each later one exactly one new token per sequence (T = B, in
-    the order of the sequences). `lengths` counts the tokens that *all* layers have seen: it stands still while the layers of a
-    step run, so that it gives the position of the step's tokens, and advances when the last of them is done. A
-    sliding layer holds at most `window` tokens per sequence; a full layer's memory grows by doubling.
+    the order of the sequences). `lengths` counts the tokens that *all* layers have seen: it stands still while the
+    layers of a step run, so that it gives the position of the step's tokens, and advances when the last of them is
+    done. A sliding layer holds at most `window` tokens per sequence; a full layer's memory grows by doubling.
 
     Example:
         cache = KVCache(num_layers)
@@ -64,7 +65,7 @@ class KVCache:
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [B]: tokens of each sequence that every layer has seen = position of its next token. Empty before the prompt."""
+        """int64 [B]: tokens of each sequence that all layers have seen, its next position (empty before the prompt)."""
         return self._lengths_B
 
     @property

@@ -28,15 +28,17 @@ def attend(
 ) -> Tensor:
     """Causal attention of the token stream that `layout` describes -> [T, heads, dv] in the dtype of q.
 
-    q [T, heads, d], k [T, kv, d], v [T, kv, dv]; query head h reads key/value head h // (heads / kv). `window` is the number
-    of keys a query sees, itself included (None: all earlier ones of its document). `sink` [heads] is one more softmax
-    column per head with this logit and the value 0 (None: no such column). The softmax runs in fp32, whatever
+    q [T, heads, d], k [T, kv, d], v [T, kv, dv]; query head h reads key/value head h // (heads / kv). `window` is the
+    number of keys a query sees, itself included (None: all earlier ones of its document). `sink` [heads] is one more
+    softmax column per head with this logit and the value 0 (None: no such column). The softmax runs in fp32, whatever
     the dtype of q. Differentiable in q, k, v and sink.
 
-    `eager` is the dense reference; `sdpa` gives the same result in memory linear in T, at T x window cost on sliding layers.
+    `eager` is the dense reference; `sdpa` gives the same result in memory linear in T, at T x window cost on sliding
+    layers.
 
     Raises:
-        ConfigError: tensors that do not fit the layout or each other, a window the layout was not built for, a backend that
+        ConfigError: tensors that do not fit the layout or each other, a window the layout was not built for, a backend
+        that
             is unknown or cannot take this layout.
     """
     check_backend(backend)

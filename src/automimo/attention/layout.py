@@ -3,46 +3,63 @@
 Everything here depends on the document boundaries alone. It is computed once per batch, shared by all layers, and holds
 memory linear in the number of tokens.
 
-Vocabulary. A *tile* is a few consecutive query rows of the stream against the consecutive key rows that end with them:
-rows [a, a + rows) against keys [a - reach, a + rows). Since a query sees a contiguous range of keys that ends with itself,
-tiles cover every visible pair, and pairs of a tile that are not visible are listed in its masks. Equal tiles at a constant
-distance form a *run*, which a backend computes in batched matrix products.
+Vocabulary. A *tile* is a few consecutive query rows of the stream against consecutive key rows that end with them: rows
+[a, a + rows) against keys [a - reach, a + rows). A query sees a contiguous range of keys that ends with itself, so
+tiles cover every visible pair; a bias of -inf takes the other pairs of a tile out. Short documents and small windows
+share tiles of one size, which a backend computes in batches. A long document is cut by the backend, which knows the
+number of heads.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
 
 from automimo.errors import ConfigError
 
-# Documents up to this length share tiles with their neighbours; longer ones are cut into strips of their own.
+# Documents up to this length share tiles with their neighbours.
 SHORT_DOCUMENT = 128
-# Windows up to this size use tiles that ignore document boundaries (their masks take rows x (rows + window) bytes per tile).
+# Windows up to this size use tiles that ignore document boundaries; their bias takes 4 * (rows + window) bytes per
+# token.
 SMALL_WINDOW = 256
-# Query rows of a strip of a long document.
-STRIP_ROWS = 128
-
-
-@dataclass(frozen=True)
-class TileMask:
-    """Invisible pairs of a tile in the columns [column, column + width): `hidden` bool [1 or count, rows, width]."""
-
-    column: int
-    hidden: Tensor
+SHARED_ROWS = 32
+# Largest number of query rows in a tile of a long document.
+MAX_ROWS = 256
 
 
 @dataclass(frozen=True)
 class TileRun:
-    """`count` tiles; tile t has the query rows [first_row + t * rows, + rows) and the keys from `reach` rows earlier on."""
+    """`count` tiles side by side, whatever documents they belong to.
+
+    Tile t has the query rows [first_row + t * rows, + rows) and their keys from `reach` rows earlier on; `reach` is a
+    multiple of `rows` where count > 1. `bias` fp32 [count, rows, reach + rows] is 0 or, where the key is not visible,
+    -inf.
+    """
 
     first_row: int
     rows: int
     reach: int
     count: int
-    masks: tuple[TileMask, ...]
+    bias: Tensor
+
+
+@dataclass(frozen=True)
+class LongDocument:
+    """The rows [start, stop) are one document whose queries see `window` keys (its length: all that came before).
+
+    `triangle` fp32 [MAX_ROWS, MAX_ROWS] is 0 and, above the diagonal, -inf: every bias of such a document is a slice
+    of it.
+    """
+
+    start: int
+    stop: int
+    window: int
+    triangle: Tensor
+
+
+Tiles = tuple[TileRun | LongDocument, ...]
 
 
 @dataclass(frozen=True)
@@ -50,8 +67,8 @@ class DocumentLayout:
     """A packed stream of `total` tokens: attention is causal and never crosses a document.
 
     Made by `build_layout`. `cu_seqlens` int32 [D + 1], `position_ids` int64 [T] (row within its document) and
-    `document_ids` int64 [T] are on the device of the stream, the rest is on the host. `full_tiles` serve layers without a
-    window, `sliding_tiles` those with `window`.
+    `document_ids` int64 [T] are on the device of the stream, the rest is on the host. `full_tiles` serve layers
+    without a window, `sliding_tiles` those with `window`.
     """
 
     cu_seqlens: Tensor
@@ -61,10 +78,10 @@ class DocumentLayout:
     position_ids: Tensor
     document_ids: Tensor
     window: int | None
-    full_tiles: tuple[TileRun, ...]
-    sliding_tiles: tuple[TileRun, ...] | None
+    full_tiles: Tiles
+    sliding_tiles: Tiles | None
 
-    def tiles(self, window: int | None) -> tuple[TileRun, ...]:
+    def tiles(self, window: int | None) -> Tiles:
         """The tiles of a layer with this window (None: full causal).
 
         Raises:
@@ -84,9 +101,10 @@ class DocumentLayout:
 class DenseLayout:
     """A [batch, length] grid with explicit masks, row-major in the stream (T = batch * length); `eager` only.
 
-    `full_mask` serves layers without a window, `sliding_mask` those with one; None where the model has no such layer. Each
-    broadcasts to [batch, heads, length, length] and is either bool (True: visible) or floating (added to the scores in fp32;
-    the minimum of its dtype and -inf mean invisible). The masks are taken as they are: causality and window are theirs.
+    `full_mask` serves layers without a window, `sliding_mask` those with one; None where the model has no such layer.
+    Each broadcasts to [batch, heads, length, length] and is either bool (True: visible) or floating (added to the
+    scores in fp32; the minimum of its dtype and -inf mean invisible). The masks are taken as they are: causality and
+    window are theirs.
 
     Raises:
         ConfigError: a mask has another shape or an integer dtype.
@@ -126,8 +144,8 @@ def build_layout(
 ) -> DocumentLayout:
     """The layout of documents that end at the cumulative token counts `cu_seqlens` [D + 1] (first entry 0).
 
-    `window` is the number of keys a query of the sliding layers sees, itself included (None: no sliding layers). Documents
-    of zero length are allowed. `device` defaults to that of `cu_seqlens`.
+    `window` is the number of keys a query of the sliding layers sees, itself included (None: no sliding layers).
+    Documents of zero length are allowed. `device` defaults to that of `cu_seqlens`.
 
     Raises:
         ConfigError: boundaries that are not 1-D integers, do not start at 0 or decrease; a window below 1.
@@ -137,14 +155,16 @@ def build_layout(
     bounds = _checked_bounds(cu_seqlens)
     if window is not None and window < 1:
         raise ConfigError(f"window is {window}; a query sees at least itself, so it must be 1 or more")
-    lengths = tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+    lengths = tuple(b - a for a, b in pairwise(bounds))
     total, max_length = bounds[-1], max(lengths, default=0)
     lengths_D = torch.tensor(lengths, dtype=torch.int64, device=device)
     starts_D = torch.tensor(bounds[:-1], dtype=torch.int64, device=device)
     document_ids = torch.repeat_interleave(lengths_D, output_size=total)
     document_starts = starts_D[document_ids]
     rows = torch.arange(total, device=device)
-    full_tiles = _full_tiles(bounds, document_starts)
+    above = torch.ones(MAX_ROWS, MAX_ROWS, dtype=torch.bool, device=device).triu_(1)
+    triangle = _bias(above)
+    full_tiles = _full_tiles(bounds, document_starts, triangle)
     sliding_tiles = None
     if window is not None and window >= max_length:
         sliding_tiles = full_tiles
@@ -152,9 +172,7 @@ def build_layout(
         first_keys = torch.maximum(document_starts, rows - (window - 1))
         sliding_tiles = tuple(_shared_tiles(0, total, window, first_keys))
     elif window is not None:
-        sliding_tiles = tuple(
-            run for a, b in zip(bounds, bounds[1:], strict=False) for run in _strips(a, b, window, device)
-        )
+        sliding_tiles = tuple(LongDocument(a, b, window, triangle) for a, b in pairwise(bounds) if b > a)
     return DocumentLayout(
         cu_seqlens=torch.tensor(bounds, dtype=torch.int32, device=device),
         lengths=lengths,
@@ -181,34 +199,32 @@ def _checked_bounds(cu_seqlens: Tensor | Sequence[int]) -> list[int]:
             raise ConfigError(f"cu_seqlens must be a flat sequence of integers, not {bounds[:4]}...")
     if not bounds or bounds[0] != 0:
         raise ConfigError(f"cu_seqlens must start at 0, not {bounds[:1]}")
-    for i, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for i, (a, b) in enumerate(pairwise(bounds)):
         if b < a:
             raise ConfigError(f"cu_seqlens must not decrease: entry {i + 1} is {b} after {a}")
     return bounds
 
 
-def _full_tiles(bounds: list[int], document_starts: Tensor) -> tuple[TileRun, ...]:
-    """Tiles for full causal attention: neighbouring short documents share tiles, each long document has strips."""
-    documents = list(zip(bounds, bounds[1:], strict=False))
-    runs: list[TileRun] = []
-    for short, group in groupby(documents, key=lambda document: document[1] - document[0] <= SHORT_DOCUMENT):
-        stretch = list(group)
+def _full_tiles(bounds: list[int], document_starts: Tensor, triangle: Tensor) -> Tiles:
+    """Tiles for full causal attention: neighbouring short documents share tiles, each long document has its own."""
+    tiles: list[TileRun | LongDocument] = []
+    for short, group in groupby(pairwise(bounds), key=lambda document: document[1] - document[0] <= SHORT_DOCUMENT):
+        documents = list(group)
         if short:
-            longest = max(b - a for a, b in stretch)
-            runs.extend(_shared_tiles(stretch[0][0], stretch[-1][1], longest, document_starts))
+            longest = max(b - a for a, b in documents)
+            tiles.extend(_shared_tiles(documents[0][0], documents[-1][1], longest, document_starts))
         else:
-            runs.extend(run for a, b in stretch for run in _strips(a, b, b - a, document_starts.device))
-    return tuple(runs)
+            tiles.extend(LongDocument(a, b, b - a, triangle) for a, b in documents)
+    return tuple(tiles)
 
 
 def _shared_tiles(start: int, stop: int, window: int, first_keys: Tensor) -> list[TileRun]:
-    """Tiles over the rows [start, stop), whatever documents they belong to; query i sees keys [first_keys[i], i].
+    """Tiles over the rows [start, stop); query i sees the keys [first_keys[i], i].
 
-    No first key lies before `start` or more than window - 1 rows back. Rows per tile: half the window's power of two, 16 to
-    64 (for window 128: tiles of 64 x 192, the fastest measured). The reach is a multiple of the rows, so that tiles
-    of a run overlap in whole blocks.
+    No first key lies before `start` or more than window - 1 rows back. Rows per tile: half the window's power of two,
+    16 to 64 (for window 128 that is 64 x 192, the fastest measured).
     """
-    rows = min(64, max(16, 1 << max(0, (window - 1).bit_length() - 1)))
+    rows = min(SHARED_ROWS, max(16, 1 << max(0, (window - 1).bit_length() - 1)))
     reach = -(-(window - 1) // rows) * rows
     whole, rest = divmod(stop - start, rows)
     lead = min(whole, reach // rows)
@@ -220,27 +236,11 @@ def _shared_tiles(start: int, stop: int, window: int, first_keys: Tensor) -> lis
     for tile, count, tile_rows, tile_reach in plan:
         first = start + tile * rows
         query = torch.arange(first, first + count * tile_rows, device=first_keys.device).view(count, tile_rows, 1)
-        column = torch.arange(-tile_reach, tile_rows, device=first_keys.device)
-        key = query[:, :1] + column
-        hidden = (key > query) | (key < first_keys[first : first + count * tile_rows].view(count, tile_rows, 1))
-        runs.append(TileRun(first, tile_rows, tile_reach, count, (TileMask(0, hidden),)))
+        key = query[:, :1] + torch.arange(-tile_reach, tile_rows, device=first_keys.device)
+        hidden = (key > query) | (key < first_keys[first : first + count * tile_rows].view(query.shape))
+        runs.append(TileRun(first, tile_rows, tile_reach, count, _bias(hidden)))
     return runs
 
 
-def _strips(start: int, stop: int, window: int, device: torch.device | str) -> list[TileRun]:
-    """One tile per STRIP_ROWS (or a little less, so that they are equal) rows of one document, with the keys it sees."""
-    length = stop - start
-    if length == 0:
-        return []
-    pieces = -(-length // STRIP_ROWS)
-    cuts = [start + length * piece // pieces for piece in range(pieces + 1)]
-    runs = []
-    for a, b in zip(cuts, cuts[1:], strict=False):
-        first_key = max(start, a - window + 1)
-        row = torch.arange(a, b, device=device)
-        masks = [TileMask(a - first_key, (row > row[:, None])[None])]
-        if first_key < b - window:
-            key = torch.arange(first_key, b - window, device=device)
-            masks.append(TileMask(0, (key < row[:, None] - (window - 1))[None]))
-        runs.append(TileRun(a, b - a, a - first_key, 1, tuple(masks)))
-    return runs
+def _bias(hidden: Tensor) -> Tensor:
+    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))

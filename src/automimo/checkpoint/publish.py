@@ -8,8 +8,9 @@ system is atomic. Sibling names have the form `.NAME.KIND-HOST-PID-RANDOM` with 
   absent and `old` is complete: the next publisher of NAME puts it back, and `interrupted_replacement` finds it.
 - `del`: a folder on its way out. Renamed first, so that a half deleted folder never carries a name that looks complete.
 
-A sibling is stale when it comes from this host, its process is gone and nobody holds the lock on it. Siblings from
-other hosts that share the disk are left alone: whether their writer lives cannot be known here.
+Text files use the same `tmp` names. A sibling is stale when it comes from this host, its process is gone and nobody
+holds the lock on it. Siblings from other hosts that share the disk are left alone: whether their writer lives cannot be
+known here.
 """
 
 import fcntl
@@ -40,6 +41,7 @@ def publish_folder(final: str | Path, write: Callable[[Path], None], *, replace:
     _check_target(target, replace)
     make_folder(target.parent)
     recover_folder(target)
+    _check_target(target, replace)  # again: there may be a recovered one now
     temporary = _sibling(target, "tmp")
     make_folder(temporary)
     try:
@@ -65,7 +67,7 @@ def recover_folder(final: str | Path) -> None:
             path.rename(target)
             fsync_folder(target.parent)
         else:
-            remove_folder(path)
+            _remove(path)
 
 
 def interrupted_replacement(final: Path) -> Path | None:
@@ -79,8 +81,8 @@ def remove_folder(folder: Path) -> None:
     """Delete a folder so that a kill never leaves a part of it under its name."""
     doomed = folder
     match = _SIBLING.fullmatch(folder.name)
-    if match is None:
-        doomed = _sibling(folder, "del")
+    if match is None or match["kind"] == "old":
+        doomed = _sibling(folder.with_name(match["name"] if match else folder.name), "del")
         folder.rename(doomed)
         fsync_folder(folder.parent)
     shutil.rmtree(doomed)
@@ -90,7 +92,7 @@ def remove_stale(parent: Path) -> None:
     """Remove what killed processes left in `parent`, whatever its name was to be; `old` folders are kept."""
     for path, _, kind in _siblings(parent):
         if kind != "old" and _is_stale(path):
-            remove_folder(path)
+            _remove(path)
 
 
 def write_text_atomic(path: str | Path, text: str) -> None:
@@ -98,7 +100,11 @@ def write_text_atomic(path: str | Path, text: str) -> None:
     target = Path(path)
     temporary = _sibling(target, "tmp")
     try:
+        for leftover, name, kind in _siblings(target.parent):
+            if (name, kind) == (target.name, "tmp") and _is_stale(leftover):
+                _remove(leftover)
         with temporary.open("w", encoding="utf-8", newline="\n") as file:
+            _lock(file.fileno())
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -133,7 +139,7 @@ def _rename_into_place(temporary: Path, target: Path) -> None:
                 aside.rename(target)
             raise
         fsync_folder(target.parent)
-        shutil.rmtree(aside)
+        remove_folder(aside)
         return
     temporary.rename(target)
     fsync_folder(target.parent)
@@ -162,9 +168,16 @@ def _siblings(parent: Path) -> list[tuple[Path, str, str]]:
     found = []
     for path in sorted(parent.iterdir()):
         match = _SIBLING.fullmatch(path.name)
-        if match and path.is_dir() and not path.is_symlink():
+        if match and not path.is_symlink():
             found.append((path, match["name"], match["kind"]))
     return found
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        remove_folder(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _is_stale(path: Path) -> bool:
@@ -172,8 +185,8 @@ def _is_stale(path: Path) -> bool:
     if match is None or match["host"] != _host():
         return False
     pid = int(match["pid"])
-    # Process numbers repeat in containers, so our own number says nothing: there the lock decides alone.
-    if pid != os.getpid() and _process_exists(pid):
+    # Process numbers repeat in containers, so our own number says nothing about a folder: there the lock decides alone.
+    if _process_exists(pid) and not (pid == os.getpid() and path.is_dir()):
         return False
     return not _is_locked(path)
 
@@ -188,20 +201,28 @@ def _process_exists(pid: int) -> bool:
     return True
 
 
+def _lock(descriptor: int) -> None:
+    """Take a lock that the kernel drops with the process. Some network disks have none: then without."""
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on the folder that the kernel drops with the process. Some network disks have none: then without."""
+    """Hold a lock on the folder while it is written."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(descriptor)
         yield
     finally:
         os.close(descriptor)
 
 
-def _is_locked(folder: Path) -> bool:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _is_locked(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True  # somebody else is removing it
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -17,7 +17,7 @@ import torch
 from automimo.checkpoint.safetensors_file import TensorInfo
 from automimo.errors import CheckpointError
 
-# Memory that a converting or strided read may use besides its destination.
+# What a converting or strided read holds at a time besides its destination (and torch its converted copy).
 CHUNK_BYTES = 16 * 2**20
 # Files kept open. A released model has up to a few hundred, and the usual limit of a process is 1024.
 _OPEN_FILES = 64
@@ -78,7 +78,7 @@ class TensorReader:
         """Fill `destination` (same shape; any strides, any device; a parameter is allowed) with the stored tensor.
 
         The dtype is converted between F64, F32, BF16 and F16; every other pair must be equal, since 8-bit codes mean
-        nothing without their scales. Memory besides the destination stays below `CHUNK_BYTES` (16 MiB).
+        nothing without their scales. Besides the destination a chunk of at most 16 MiB and its converted copy are held.
         """
         info = self.info(key)
         self._check_destination(info, destination)

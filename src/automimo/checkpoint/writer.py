@@ -153,10 +153,9 @@ def write_safetensors(
     temporary = path.with_name(f".{path.name}.partial")
     try:
         with temporary.open("wb") as file:
-            _write_chunk(file, _header(ordered), on_bytes)
+            _write_chunks(file, [_header(ordered)], on_bytes)
             for entry in ordered:
-                for chunk in _entry_bytes(path, entry):
-                    _write_chunk(file, chunk, on_bytes)
+                _write_chunks(file, _entry_bytes(path, entry), on_bytes)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -168,10 +167,12 @@ def write_safetensors(
         raise
 
 
-def _write_chunk(file: BinaryIO, chunk: Chunk, on_bytes: Callable[[Chunk], None] | None) -> None:
-    file.write(chunk)
-    if on_bytes is not None:
-        on_bytes(chunk)
+def _write_chunks(file: BinaryIO, chunks: Iterable[Chunk], on_bytes: Callable[[Chunk], None] | None) -> None:
+    # A function of its own: the last chunk keeps its whole tensor alive, and must be gone before the next is produced.
+    for chunk in chunks:
+        file.write(chunk)
+        if on_bytes is not None:
+            on_bytes(chunk)
 
 
 def _header(entries: Sequence[TensorEntry]) -> bytes:

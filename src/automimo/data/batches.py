@@ -22,8 +22,10 @@ NO_TARGET = -100
 class Batch:
     """A stream of packed documents.
 
-    input_ids: int64 [T]. targets: int64 [T], the token that follows in the same example, -100 where that is not supervised.
-    position_ids: int64 [T], 0 at the start of each document. cu_seqlens: int32 [D + 1], document boundaries, 0 first.
+    input_ids: int64 [T].
+    targets: int64 [T], the token that follows in the same example, -100 where that one is not supervised.
+    position_ids: int64 [T], 0 at the start of each document.
+    cu_seqlens: int32 [D + 1], document boundaries, 0 first.
     valid_targets: targets that are not -100. tokens: T. origins: where each of the D documents comes from.
     """
 
@@ -48,10 +50,15 @@ class Batch:
         )
 
 
-def shifted_targets(example: Example) -> np.ndarray:
-    """int64 [n]: at i the token i + 1 where that one is supervised, else -100; the last place has no target."""
-    targets = np.full(len(example.input_ids), NO_TARGET, np.int64)
-    targets[:-1] = np.where(example.target_mask[1:], example.input_ids[1:], NO_TARGET)
+def shifted_targets(example: Example, start: int, stop: int) -> np.ndarray:
+    """Targets of places `start` to `stop`, int64: at i the token i + 1 where that one is supervised, else -100.
+
+    The last place of the example has none.
+    """
+    targets = np.full(stop - start, NO_TARGET, np.int64)
+    following = slice(start + 1, stop + 1)
+    tokens = np.where(example.target_mask[following], example.input_ids[following], NO_TARGET)
+    targets[: len(tokens)] = tokens
     return targets
 
 
@@ -70,7 +77,7 @@ def collate(examples: Sequence[Example], rows: Sequence[Sequence[Piece]]) -> Bat
     for index, start, stop in pieces:
         example = examples[index]
         ids.append(example.input_ids[start:stop])
-        targets.append(shifted_targets(example)[start:stop])
+        targets.append(shifted_targets(example, start, stop))
         positions.append(np.arange(stop - start))
         cut = stop - start < len(example.input_ids)
         origins.append(f"{example.origin} tokens {start}:{stop}" if cut else example.origin)
@@ -119,6 +126,7 @@ class DataStream:
         self._lengths = np.array([len(example.input_ids) for example in self.examples], np.int64)
         self._sources = [np.flatnonzero(self._source_numbers() == s) for s in np.unique(self._source_numbers())]
         self._plans: dict[int, PackingPlan] = {}
+        self._row_counts: dict[int, int] = {}
         self._epoch = self._row = 0
         if not self.plan(0).rows:
             raise DataError(
@@ -168,7 +176,10 @@ class DataStream:
 
     def rows_in_epoch(self, epoch: int) -> int:
         """Rows of one epoch."""
-        return len(self.plan(0 if self._epochs_are_alike else epoch).rows)
+        epoch = 0 if self._epochs_are_alike else epoch
+        if epoch not in self._row_counts:
+            self._row_counts[epoch] = len(self.plan(epoch).rows)
+        return self._row_counts[epoch]
 
     def total_rows(self) -> int | None:
         """Rows of all epochs; None when the stream never ends."""
@@ -190,8 +201,8 @@ class DataStream:
             )
             for row in plan.rows:
                 row[:] = [Piece(int(dealt[i]), start, stop) for i, start, stop in row]
-            # The current epoch and the first one (for the counts) are enough; a plan is big.
-            self._plans = {e: p for e, p in self._plans.items() if e in (0, self._epoch)} | {epoch: plan}
+            # A plan is big: keep that of the current epoch and the one asked for.
+            self._plans = {e: p for e, p in self._plans.items() if e == self._epoch} | {epoch: plan}
         return self._plans[epoch]
 
     def fingerprint(self) -> str:

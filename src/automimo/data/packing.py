@@ -1,8 +1,8 @@
 """The packing plan of an epoch: which piece of which example lies in which row. No tokens are touched here.
 
 A row holds whole documents (pieces) and at most `sequence_length` tokens. Documents never see each other, so a plan
-decides only how full the rows are, never what is learnt. Everything follows from (lengths, seed, epoch) through integer
-arithmetic of our own, so a resumed run meets the same rows under any version of any library.
+decides only how full the rows are, never what is trained on. Everything follows from (lengths, seed, epoch) through
+integer arithmetic of our own, so a resumed run meets the same rows under any version of any library.
 """
 
 from collections.abc import Callable, Sequence
@@ -146,7 +146,8 @@ def _overflow_message(
     return (
         f"{label(first)} has {lengths[first]} tokens, but data.sequence_length is {sequence_length}. "
         f"{over.size} of {lengths.size} examples are too long; the longest is {label(longest)} with "
-        f"{lengths[longest]}. Raise data.sequence_length, or set data.overflow to drop (leave them out) or split (cut them)"
+        f"{lengths[longest]}. Raise data.sequence_length, or set data.overflow to drop (leave them out) or split "
+        "(cut them)"
     )
 
 

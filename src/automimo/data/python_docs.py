@@ -6,7 +6,7 @@ Both are read from source files with `ast`; no module is imported, so nothing of
 
 import ast
 import hashlib
-import sysconfig
+import os
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,11 +15,8 @@ from typing import Literal
 from automimo.data.records import ChatRecord
 from automimo.errors import DataError
 
-# Tests, installed packages, and tools whose docstrings are notes to their own authors.
-_SKIPPED_FOLDERS = frozenset(
-    ["test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings", "pydoc_data", "__pycache__"]
-    + ["site-packages", "dist-packages"]
-)
+# Tests, and tools whose docstrings are notes to their own authors. Installed packages lie in folders with a hyphen.
+_SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "encodings", "pydoc_data"}
 _SHORTEST_TEXT = 60  # characters; below that a docstring mostly repeats the name
 _HELD_OUT = 20  # one name in so many is validation
 _PHRASES = ("Explain `{}`.", "What does `{}` do?", "Describe `{}`.", "Tell me about `{}` in Python.")
@@ -32,7 +29,7 @@ def python_docs_records(split: Literal["train", "validation"]) -> Iterator[ChatR
     under several names is used once, so no validation text is in train. The text is that of the running Python.
     Raises DataError when this Python has no library sources.
     """
-    for name, text in sorted(_documentation().items()):
+    for name, text in sorted(_documentation(Path(ast.__file__).parent).items()):
         digest = hashlib.sha256(name.encode()).digest()
         held_out = int.from_bytes(digest[:4], "big") % _HELD_OUT == 0
         if held_out == (split == "validation"):
@@ -42,9 +39,8 @@ def python_docs_records(split: Literal["train", "validation"]) -> Iterator[ChatR
 
 
 @cache  # reading takes seconds; a run asks for train and validation
-def _documentation() -> dict[str, str]:
+def _documentation(root: Path) -> dict[str, str]:
     """Name -> text: topics of the language reference, then docstrings; of equal texts the first name stays."""
-    root = Path(sysconfig.get_path("stdlib"))
     texts = _topics(root / "pydoc_data" / "topics.py")
     for name, text in sorted(_docstrings(root)):
         texts.setdefault(name, text)
@@ -64,14 +60,18 @@ def _topics(path: Path) -> dict[str, str]:
 
 
 def _docstrings(root: Path) -> Iterator[tuple[str, str]]:
-    for path in root.rglob("*.py"):
-        parts = path.relative_to(root).with_suffix("").parts
-        if _SKIPPED_FOLDERS.isdisjoint(parts) and not any(part.startswith("_") for part in _module_parts(parts)):
-            yield from _docstrings_of(_parse(path), ".".join(_module_parts(parts)))
+    for folder, subfolders, files in os.walk(root):
+        subfolders[:] = [name for name in subfolders if _is_public(name) and name not in _SKIPPED_FOLDERS]
+        package = Path(folder).relative_to(root).parts
+        for file in files:
+            module = file.removesuffix(".py")
+            if module != file and (module == "__init__" or _is_public(module)):
+                name = ".".join(package if module == "__init__" else (*package, module))
+                yield from _docstrings_of(_parse(Path(folder, file)), name)
 
 
-def _module_parts(parts: tuple[str, ...]) -> tuple[str, ...]:
-    return parts[:-1] if parts[-1] == "__init__" else parts
+def _is_public(name: str) -> bool:
+    return name.isidentifier() and not name.startswith("_")
 
 
 def _docstrings_of(
@@ -82,7 +82,7 @@ def _docstrings_of(
         yield name, text.strip()
     if isinstance(node, ast.Module | ast.ClassDef):
         for child in node.body:
-            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and child.name[0] != "_":
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and _is_public(child.name):
                 yield from _docstrings_of(child, f"{name}.{child.name}")
 
 

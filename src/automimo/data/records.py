@@ -48,7 +48,7 @@ def parse_json_line(line: bytes) -> dict[str, Any]:
     except RecursionError as error:
         raise DataError("the JSON is nested too deeply") from error
     if not isinstance(value, dict):
-        raise DataError(f"a JSON {_kind(value)}; expected an object")
+        raise DataError(f"the line is {_kind(value)}; expected a JSON object")
     return value
 
 
@@ -72,9 +72,7 @@ def chat_record(value: dict[str, Any], origin: str) -> ChatRecord:
     if messages is None:
         raise DataError(f'no "messages" (keys: {_keys(value)}); expected {{"messages": [{{"role", "content"}}, ...]}}')
     if not isinstance(messages, list) or not messages:
-        raise DataError(
-            f'"messages" is {"an empty list" if messages == [] else "a " + _kind(messages)}; expected a list'
-        )
+        raise DataError(f'"messages" is {"an empty list" if messages == [] else _kind(messages)}; expected a list')
     checked = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     for i, message in enumerate(checked[1:], start=1):
         if message["role"] == "system":
@@ -99,7 +97,7 @@ def strings_of(value: Any) -> Iterator[str]:
 
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise DataError(f"{where} is a {_kind(message)}; expected an object with role and content")
+        raise DataError(f"{where} is {_kind(message)}; expected an object with role and content")
     role = message.get("role")
     if role not in ROLES:
         raise DataError(f"{where} has role {role!r}; expected one of {', '.join(ROLES)}")
@@ -120,7 +118,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         checked["reasoning_content"] = _string(reasoning, f"{where}.reasoning_content")
     if calls:
         if not isinstance(calls, list):
-            raise DataError(f"{where}.tool_calls is a {_kind(calls)}; expected a list")
+            raise DataError(f"{where}.tool_calls is {_kind(calls)}; expected a list")
         checked["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     weight = message.get("weight")
     if weight is not None:
@@ -138,8 +136,8 @@ def _content(content: Any, where: str) -> str:
         if isinstance(part, dict) and part.get("type") == "text":
             texts.append(_string(part.get("text"), f"{where}[{i}].text"))
         else:
-            kind = part.get("type") if isinstance(part, dict) else _kind(part)
-            raise DataError(f"{where}[{i}] is a part of type {kind!r}; expected only parts of type 'text'")
+            kind = f"a part of type {part.get('type')!r}" if isinstance(part, dict) else _kind(part)
+            raise DataError(f'{where}[{i}] is {kind}; expected only parts {{"type": "text", "text": "..."}}')
     return "".join(texts)
 
 
@@ -153,7 +151,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise DataError(f"{where}.arguments is a {_kind(arguments)}; expected an object, or one as JSON text")
+        raise DataError(f"{where}.arguments is {_kind(arguments)}; expected an object, or one as JSON text")
     _check_strings(function["name"], where)
     _check_strings(arguments, f"{where}.arguments")
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
@@ -165,7 +163,7 @@ def _tools(tools: Any) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     if not isinstance(tools, list):
-        raise DataError(f'"tools" is a {_kind(tools)}; expected a list of function descriptions')
+        raise DataError(f'"tools" is {_kind(tools)}; expected a list of function descriptions')
     for i, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -183,7 +181,7 @@ def _json_text(text: str, where: str) -> Any:
 
 def _string(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        raise DataError(f"{where} is a {_kind(value)}; expected a string")
+        raise DataError(f"{where} is {_kind(value)}; expected a string")
     _check_strings(value, where)
     return value
 
@@ -198,8 +196,8 @@ def _check_strings(value: Any, where: str) -> None:
 
 
 def _kind(value: Any) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", int: "number", float: "number"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)
+    kinds = ((type(None), "null"), (bool, "a boolean"), (str, "a string"), (list, "a list"), (dict, "an object"))
+    return next((name for kind, name in kinds if isinstance(value, kind)), "a number")
 
 
 def _keys(value: dict[str, Any]) -> str:

@@ -117,20 +117,14 @@ class Renderer:
             raise DataError(f"{record.origin}: the tokenizer has no chat template, so conversations cannot be rendered")
         mark = self._unused_mark(record)
         messages = [{key: value for key, value in message.items() if key != "weight"} for message in record.messages]
+        tools = record.tools
         if mark:
-            messages = self._escape(messages, mark)
-        parts = self._control_pattern.split(
-            self._apply_template(
-                messages,
-                self._escape(record.tools, mark) if mark else record.tools,
-                record.origin,
-                **self.template_kwargs,
-            )
-        )
+            messages, tools = self._escape(messages, mark), self._escape(tools, mark)
+        render = self._apply_template(messages, tools, record.origin, **self.template_kwargs)
+        parts = self._control_pattern.split(render)
         if mark:
-            parts[::2] = [
-                text.replace(mark, "") for text in parts[::2]
-            ]  # even places are text, odd ones control tokens
+            # Even places are text, odd ones control tokens.
+            parts[::2] = [text.replace(mark, "") for text in parts[::2]]
         weights = [message.get("weight", 1) for message in record.messages if message["role"] == "assistant"]
         segments, roles = self._mark_turns(parts, weights, record.origin)
         expected = _expected_roles(record.messages)

@@ -23,8 +23,8 @@ class SourceSpec:
       `messages` or `text`), `python_docs` (Python's own documentation, built in).
     path: the file (chat, text); a json, jsonl, parquet or arrow file, a folder of those, or a Hub id (hf).
     weight: how often an epoch shows the source; 2 = twice, 0.5 = a half of it, the other half next epoch.
-    split: which split of an `hf` data set, or `train` / `validation` of `python_docs`. None: the part of the recipe that
-      the source stands in (`train` or `validation`); an `hf` data set of one split needs none.
+    split: which split of an `hf` data set, or `train` / `validation` of `python_docs`. None: the part of the recipe
+      that the source stands in (`train` or `validation`); an `hf` data set of one split needs none.
     subset, revision: configuration name and commit of a Hub data set.
 
     Raises ConfigError for values that do not go together.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from automimo.attention import DenseLayout, DocumentLayout, KVCache, attend
 from automimo.backend import BackendConfig
+from automimo.errors import ConfigError
 from automimo.fp32 import KeepFp32
 from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
 from automimo.mimo_v2_flash.layers import rotate
@@ -79,9 +80,11 @@ class MiMoV2FlashAttention(KeepFp32):
         window, sink, scale = self.window, self.attention_sink_bias, self.scale
         if cache is not None:
             out_Thd = cache.attend(
-                self.layer_idx, q_Thd, k_Thd, v_Thd, layout=layout, window=window, sink=sink, scale=scale,
-                backend=self.backend,
+                self.layer_idx, q_Thd, k_Thd, v_Thd, layout=layout if isinstance(layout, DocumentLayout) else None,
+                window=window, sink=sink, scale=scale, backend=self.backend,
             )  # fmt: skip
+        elif layout is None:
+            raise ConfigError("attention needs a layout unless it decodes from a cache")
         else:
             # A dense mask (4-D, or with holes) is only defined on the reference backend.
             backend = "eager" if isinstance(layout, DenseLayout) else self.backend

@@ -5,7 +5,8 @@ Legend: T tokens of the stream, D hidden, R rotary width.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -244,7 +245,7 @@ class MiMoV2FlashModel(nn.Module):
         x_TD = tokens if tokens.is_floating_point() else self.embed_tokens(tokens)
         rotary = self._rotary(x_TD, stream.position_ids)
         recompute = self.activation_checkpointing == "full" and self.training and torch.is_grad_enabled()
-        for block in self.layers.values():
+        for block in self._blocks():
             if collect is not None:
                 collect.append(stream.unpack(x_TD))
             inputs = (x_TD, rotary[block.attention_type], stream.layout, stream.routed, stream.document_ids, cache)
@@ -252,7 +253,7 @@ class MiMoV2FlashModel(nn.Module):
                 x_TD, stats = checkpoint(block, *inputs, use_reentrant=False, context_fn=router_frozen_contexts)
             else:
                 x_TD, stats = block(*inputs)
-            if stats is not None and self.training:
+            if stats is not None and self.training and isinstance(block.mlp, MoE):
                 # Outside the recomputed region, so that nothing is counted twice.
                 block.mlp.gate.record(stats)
                 x_TD = attach_aux_loss(x_TD, stats.aux_loss, block.mlp.aux_loss_scale)
@@ -261,6 +262,9 @@ class MiMoV2FlashModel(nn.Module):
         if collect is not None:
             collect.append(stream.unpack(x_TD))
         return x_TD
+
+    def _blocks(self) -> Iterable[MiMoV2FlashBlock]:
+        return cast("Iterable[MiMoV2FlashBlock]", self.layers.values())
 
     def _rotary(self, x_TD: Tensor, position_ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """cos and sin per layer kind: the two kinds have different thetas, so one table for all layers is wrong."""
@@ -274,7 +278,7 @@ class MiMoV2FlashModel(nn.Module):
         x_TD = tokens.flatten() if not tokens.is_floating_point() else tokens.flatten(0, -2)
         x_TD = x_TD if x_TD.is_floating_point() else self.embed_tokens(x_TD)
         rotary = self._rotary(x_TD, cache.lengths)
-        for block in self.layers.values():
+        for block in self._blocks():
             x_TD, _ = block(x_TD, rotary[block.attention_type], None, None, None, cache)
         return self.norm(x_TD).unsqueeze(1)
 
@@ -286,6 +290,6 @@ class MiMoV2FlashModel(nn.Module):
         """
         del buffer_device
         nn.init.normal_(self.embed_tokens.weight)
-        for block in self.layers.values():
+        for block in self._blocks():
             block.init_weights(self.config.initializer_range)
         self.norm.reset_parameters()

@@ -7,14 +7,21 @@ say and how the two are reconciled is in `config_files.py`; the constructors her
 from __future__ import annotations
 
 from copy import deepcopy
-from typing import Any, ClassVar
+from inspect import signature
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PretrainedConfig
 
 from automimo.errors import ConfigError
 from automimo.mimo_v2_flash.config_files import constructor_arguments, serialised
 
+if TYPE_CHECKING:
+    import torch
+
 LAYOUTS = ("split", "fused_qkv")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Made by the constructor from other keys; changing one alone would leave the two at odds.
+DERIVED_KEYS = ("layer_types", "mlp_layer_types", "rope_parameters")
 # (i + 1) % 6 == 0 is the published spacing of the full layers of V2-Flash.
 FULL_LAYER_PERIOD = 6
 
@@ -35,6 +42,9 @@ class MiMoV2FlashConfig(PretrainedConfig):
 
     Raises ConfigError (a ValueError) for values that no MiMo-V2 model can have; the message names key and value.
     """
+
+    if TYPE_CHECKING:
+        dtype: torch.dtype  # of the weights; the base class also allows a name and None
 
     model_type = "mimo_v2_flash"
     attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "n_routed_experts"}
@@ -170,7 +180,16 @@ class MiMoV2FlashConfig(PretrainedConfig):
         _check(self, rope_scaling, tie_word_embeddings)
         dtype = kwargs.pop("dtype", None)
         self.tie_word_embeddings = tie_word_embeddings
-        super().__init__(dtype=torch_dtype if dtype is None else dtype, **kwargs)
+        super().__init__(dtype=dtype_name(torch_dtype if dtype is None else dtype), **kwargs)
+
+    # transformers turns every config class into a dataclass, whose generated comparison would see none of our keys.
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MiMoV2FlashConfig) or type(self) is not type(other):
+            return False
+        elsewhere = {"_name_or_path": None}  # the folder a config was read from is no part of what it says
+        return bool({**self.to_dict(), **elsewhere} == {**other.to_dict(), **elsewhere})
+
+    __hash__ = None  # type: ignore[assignment]
 
     def _rope_entry(self, theta: float) -> dict[str, Any]:
         return {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": self.partial_rotary_factor}
@@ -183,9 +202,19 @@ class MiMoV2FlashConfig(PretrainedConfig):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build from the contents of a config.json in either vocabulary.
 
+        `kwargs` that are constructor keywords replace what the file says, before anything is derived from it.
         Raises ConfigError where two keys of the file contradict each other.
         """
         arguments, file_keys = constructor_arguments(deepcopy(config_dict), cls.model_type)
+        derived = [key for key in DERIVED_KEYS if key in kwargs]
+        if derived:
+            raise ConfigError(f"{derived[0]} is derived from other keys and cannot be replaced by itself; pass those")
+        for key in [key for key in kwargs if key in CONSTRUCTOR_KEYS]:
+            value = kwargs.pop(key)
+            if key not in ("dtype", "torch_dtype"):
+                arguments[key] = value
+            elif value != "auto":  # transformers' word for "as the file says"
+                arguments["dtype"] = value
         result = super().from_dict(arguments, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
         config._file_keys = file_keys
@@ -193,7 +222,7 @@ class MiMoV2FlashConfig(PretrainedConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything a released reader or transformers needs, as JSON-ready values."""
-        return serialised(super().to_dict(), self._file_keys)
+        return serialised(super().to_dict(), self._file_keys, self.sliding_window)
 
     def to_diff_dict(self) -> dict[str, Any]:
         """What is written to config.json: `to_dict` without transformers' own unchanged defaults.
@@ -210,6 +239,9 @@ class MiMoV2FlashConfig(PretrainedConfig):
         }
 
 
+CONSTRUCTOR_KEYS = frozenset(signature(MiMoV2FlashConfig.__init__).parameters) - {"self", "kwargs"} | {"dtype"}
+
+
 class MiMoV2Config(MiMoV2FlashConfig):
     """Configuration of MiMo-V2.5 and MiMo-V2.6 (model type ``mimo_v2``).
 
@@ -223,6 +255,17 @@ class MiMoV2Config(MiMoV2FlashConfig):
         kwargs.setdefault("attention_projection_layout", "fused_qkv")
         kwargs.setdefault("apply_router_weight_after_down", True)
         super().__init__(**kwargs)
+
+    __eq__ = MiMoV2FlashConfig.__eq__
+    __hash__ = None
+
+
+def dtype_name(dtype: object) -> str:
+    """The torch name of a dtype given as that name or as a `torch.dtype`; ConfigError unless weights can have it."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype: {name!r} is none that weights are kept in; choose one of: {', '.join(DTYPES)}")
+    return name
 
 
 def _layer_pattern(num_layers: int, pattern: list[int] | None, block_size: int | None) -> list[int]:
@@ -258,9 +301,7 @@ def _moe_pattern(num_layers: int, freq: list[int] | int | None) -> list[int]:
 
 def _check(config: MiMoV2FlashConfig, rope_scaling: dict | None, tie_word_embeddings: bool) -> None:
     """Refuse what no MiMo-V2 model has, so that nothing is silently computed in another way."""
-    if rope_scaling is not None and {rope_scaling.get("type", "default"), rope_scaling.get("rope_type", "default")} != {
-        "default"
-    }:
+    if rope_scaling and (set(rope_scaling) - {"type", "rope_type"} or set(rope_scaling.values()) != {"default"}):
         raise ConfigError(
             f"rope_scaling: MiMo-V2 uses plain rotary embeddings (rope_type 'default'), got {rope_scaling}"
         )
@@ -270,8 +311,9 @@ def _check(config: MiMoV2FlashConfig, rope_scaling: dict | None, tie_word_embedd
         raise ConfigError(f"hidden_act: MiMo-V2 uses 'silu', got {config.hidden_act!r}")
     if config.attention_dropout:
         raise ConfigError(f"attention_dropout: MiMo-V2 has none, got {config.attention_dropout}; set it to 0.0")
-    if config.checkpoint_tp_size is not None and config.checkpoint_tp_size < 1:
-        raise ConfigError(f"checkpoint_tp_size must be positive, got {config.checkpoint_tp_size}")
+    tp_size = config.checkpoint_tp_size
+    if tp_size is not None and (not isinstance(tp_size, int) or tp_size < 1):
+        raise ConfigError(f"checkpoint_tp_size must be positive, got {tp_size}")
     if config.topk_method != "noaux_tc":
         raise ConfigError(f"topk_method: MiMo-V2 routes with 'noaux_tc', got {config.topk_method!r}")
     if 1 in config.hybrid_layer_pattern and (config.sliding_window is None or config.sliding_window < 1):

@@ -21,6 +21,7 @@ OPTIONAL_KEYS = (
     "hybrid_block_size",
     "checkpoint_tp_size",
 )
+WINDOW_KEYS = ("sliding_window_size", "attention_chunk_size")
 NESTED_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
 # A sliding-layer size that a file leaves out is the full layers' one (reference behaviour for released files).
 SWA_FALLBACK = {
@@ -37,7 +38,7 @@ def constructor_arguments(file: dict[str, Any], model_type: str) -> tuple[dict[s
     Returns the arguments and the optional keys the file had (to be written again on saving). Raises ConfigError for a
     nested text config, an unsupported model type or keys that contradict each other.
     """
-    nested = [key for key in NESTED_KEYS if key in file]
+    nested = [key for key in NESTED_KEYS if file.get(key) is not None]
     if nested:
         raise ConfigError(
             f"config.json: the text model is nested under {nested[0]!r}; MiMo-V2 files keep its keys at the top level. "
@@ -52,6 +53,9 @@ def constructor_arguments(file: dict[str, Any], model_type: str) -> tuple[dict[s
     for key in ("hybrid_layer_pattern", "moe_layer_freq", "rms_norm_eps", "layer_types", "mlp_layer_types"):
         if arguments.get(key, 0) is None:
             del arguments[key]
+    experts = arguments.pop("num_local_experts", None)
+    if experts is not None:
+        _agree("num_local_experts", experts, "n_routed_experts", arguments.setdefault("n_routed_experts", experts))
     _read_layer_patterns(arguments)
     _read_sliding_sizes(arguments)
     _read_rope(arguments)
@@ -61,12 +65,17 @@ def constructor_arguments(file: dict[str, Any], model_type: str) -> tuple[dict[s
     return arguments, file_keys
 
 
-def serialised(values: dict[str, Any], file_keys: dict[str, Any]) -> dict[str, Any]:
-    """The dictionary a config is saved as: both vocabularies, without what would mislead a reader."""
+def serialised(values: dict[str, Any], file_keys: dict[str, Any], window: int | None) -> dict[str, Any]:
+    """The dictionary a config is saved as: both vocabularies, without what would mislead a reader.
+
+    A window size of the file that no longer fits `window` (it was changed after reading) is left out.
+    """
     result = {key: value for key, value in values.items() if not key.startswith("_") or key == "_name_or_path"}
     for key in OPTIONAL_KEYS:
         result.pop(key, None)
-    result.update(file_keys)
+    for key, value in file_keys.items():
+        if key not in WINDOW_KEYS or value is None or _fits(value, window):
+            result[key] = value
     return result
 
 
@@ -103,8 +112,10 @@ def _read_layer_patterns(arguments: dict[str, Any]) -> None:
 
 def _read_sliding_sizes(arguments: dict[str, Any]) -> None:
     given = [key for key in SWA_FALLBACK if arguments.get(key) is not None]
-    # transformers' class knows no swa_* key: there the sliding layers have twice the key-value heads.
-    native = not given and "rope_parameters" in arguments and "swa_rope_theta" not in arguments
+    # transformers' class knows no swa_* key: there the sliding layers have twice the key-value heads. It writes one
+    # entry of rope_parameters per layer kind, which no released file does.
+    per_kind = KINDS[1] in (arguments.get("rope_parameters") or {})
+    native = not given and per_kind and "swa_rope_theta" not in arguments
     for key, full_key in SWA_FALLBACK.items():
         if key in given:
             continue
@@ -151,13 +162,16 @@ def _read_rope(arguments: dict[str, Any]) -> None:
 
 
 def _read_epsilon(arguments: dict[str, Any]) -> None:
-    if "layernorm_epsilon" in arguments and "rms_norm_eps" in arguments:
-        _agree("layernorm_epsilon", arguments["layernorm_epsilon"], "rms_norm_eps", arguments["rms_norm_eps"])
+    if arguments.get("layernorm_epsilon", 0) is None:
+        del arguments["layernorm_epsilon"]
+    eps = arguments.pop("rms_norm_eps", None)
+    if eps is not None:
+        _agree("layernorm_epsilon", arguments.setdefault("layernorm_epsilon", eps), "rms_norm_eps", eps)
 
 
 def _read_window(arguments: dict[str, Any]) -> None:
     window = arguments.get("sliding_window")
-    for key in ("sliding_window_size", "attention_chunk_size"):
+    for key in WINDOW_KEYS:
         size = arguments.get(key)
         if size is None:
             continue
@@ -166,11 +180,15 @@ def _read_window(arguments: dict[str, Any]) -> None:
                 f"config.json: {key} is {size} but sliding_window is missing, and readers disagree whether {key} "
                 f"counts the query itself; add sliding_window (the number of keys a query sees, itself included)"
             )
-        if size not in (window, window - 1):
+        if not _fits(size, window):
             raise ConfigError(
                 f"config.json: sliding_window is {window}, so {key} must be {window} (released files) or {window - 1} "
                 f"(files that transformers wrote), got {size}"
             )
+
+
+def _fits(size: int, window: int | None) -> bool:
+    return window is not None and size in (window, window - 1)
 
 
 def _read_dtype(arguments: dict[str, Any]) -> None:

@@ -78,11 +78,14 @@ def rotary_width(head_dim: int, partial_rotary_factor: float) -> int:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply the rotation to the first R dimensions of x [T, heads, d]; cos, sin [T, R]. The rest passes through."""
+    """Apply the rotation to the first R dimensions of x [T, heads, d]; cos, sin [T, R]. The rest passes through.
+
+    The result has the dtype of `x`, which under autocast is narrower than that of the tables.
+    """
     width = cos.shape[-1]
     rotated, rest = x[..., :width], x[..., width:]
     first, second = rotated.chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+    cos, sin = cos.unsqueeze(-2).to(x.dtype), sin.unsqueeze(-2).to(x.dtype)
     rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
     return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated
 

@@ -15,10 +15,10 @@ def causal_mask_mapping(
 ) -> dict[str, Tensor]:
     """Masks per layer kind from any accepted form of `attention_mask`.
 
-    A dictionary passes through (``sliding_window_attention`` is an alias of ``sliding_attention``). A 4-D mask (bool
-    True = visible, or floating, added to the scores) is a document mask: full layers use it as it is, sliding layers
-    its part inside the causal window. A 2-D mask [B, S] hides the keys that are 0 and, where its numbers are document
-    numbers, keeps documents apart. `window` None leaves out the sliding entry.
+    A dictionary passes through (``sliding_window_attention`` is an alias of ``sliding_attention``, None as a value
+    means plain causal). A 4-D mask (bool True = visible, or floating, added to the scores) is a document mask: full
+    layers use it as it is, sliding layers its part inside the causal window. A 2-D mask [B, S] hides the keys that are
+    0 and, where its numbers are document numbers, keeps documents apart. `window` None leaves out the sliding entry.
 
     Raises ValueError for other ranks, unknown keys or a shape that does not fit (B, S).
     """
@@ -39,6 +39,11 @@ def causal_mask_mapping(
             raise ValueError(
                 f"attention_mask has shape {tuple(attention_mask.shape)}, expected [{batch} or 1, heads or 1, "
                 f"{length}, {length}]"
+            )
+        if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+            raise ValueError(
+                f"a 4-D attention_mask is bool (True = visible) or floating (added to the scores), got "
+                f"{attention_mask.dtype}"
             )
         full = attention_mask.to(device)
     else:
@@ -70,7 +75,11 @@ def _from_dict(
     if unknown:
         raise ValueError(f"attention_mask: unknown entry {unknown[0]!r}; known are full_attention, sliding_attention")
     default = causal_mask_mapping(None, shape, window, device)
-    return {key: default[key] if named.get(key) is None else named[key].to(device) for key in default}
+    absent = sorted(set(default) - set(named))
+    if absent:
+        # Plain causal in its place would let documents see each other in half of the layers.
+        raise ValueError(f"attention_mask: the dictionary has no {absent[0]!r} and the model has such layers")
+    return {key: default[key] if named[key] is None else named[key].to(device) for key in default}
 
 
 def _causal(length: int, window: int | None, device: torch.device) -> Tensor:

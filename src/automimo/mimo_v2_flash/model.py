@@ -6,6 +6,7 @@ Legend: T tokens of the stream, D hidden, V vocabulary.
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -19,10 +20,12 @@ from automimo.attention import KVCache
 from automimo.backend import BackendConfig
 from automimo.checkpoint import CheckpointReader, HFCheckpointingMixin, TensorEntry, write_text_atomic
 from automimo.checkpoint.mixin import Checkpointer, Tokenizer
+from automimo.errors import ConfigError
 from automimo.mimo_v2_flash.backbone import MiMoV2FlashBlock, MiMoV2FlashModel
-from automimo.mimo_v2_flash.config import MiMoV2Config, MiMoV2FlashConfig
+from automimo.mimo_v2_flash.config import MiMoV2Config, MiMoV2FlashConfig, dtype_name
 from automimo.mimo_v2_flash.lm_head import LMHead
-from automimo.mimo_v2_flash.source import resolve_folder
+from automimo.mimo_v2_flash.source import read_config, resolve_folder
+from automimo.mimo_v2_flash.state_dict_adapter import MiMoV2FlashStateDictAdapter
 from automimo.mimo_v2_flash.weights import checkpoint_entries, load_weights
 from automimo.moe import MoEConfig
 
@@ -59,8 +62,10 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module):
 
     `moe_config` replaces the router and expert settings read from `config`; `moe_overrides` (a keyword) replaces single
     ones. Weights are uninitialised until `initialize_weights`, or filled by `from_pretrained`. `revision` names the Hub
-    revision the checkpoint is read from.
+    revision the checkpoint is read from. `state_dict_adapter` exists if `backend.enable_hf_state_dict_adapter`.
     """
+
+    state_dict_adapter: MiMoV2FlashStateDictAdapter
 
     config_class: ClassVar[type[MiMoV2FlashConfig]] = MiMoV2FlashConfig
     tie_word_embeddings_support: ClassVar[TieSupport] = TieSupport.UNTIED_ONLY
@@ -93,6 +98,10 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module):
         self.source_folder: Path | None = None
         self.model = MiMoV2FlashModel(config, self.backend, moe_config=moe_config, moe_overrides=overrides)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, dtype=config.dtype)
+        if self.backend.enable_hf_state_dict_adapter:
+            self.state_dict_adapter = MiMoV2FlashStateDictAdapter(
+                config, self.model.moe_config, self.backend, dtype=config.dtype, revision=revision
+            )
 
     @classmethod
     def from_config(
@@ -111,9 +120,10 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module):
 
         Keywords: `dtype` (default: the one in config.json; the router and the sinks stay fp32), `load_weights` (False
         gives the bare model), `revision` (Hub), `backend`, `moe_config`, `moe_overrides`, `config` (use this one
-        instead of the folder's), `sliding_window` (the number of keys a query sees, itself included).
+        instead of the folder's; it is copied), `sliding_window` (the number of keys a query sees, itself included).
 
-        Raises CheckpointError when the folder and its config do not fit each other, naming the keys.
+        Raises CheckpointError when the folder and its config do not fit each other, naming the keys, ConfigError for a
+        config that no MiMo-V2 model can have.
         """
         if model_args:
             raise TypeError(f"from_pretrained takes one positional argument, got {1 + len(model_args)}")
@@ -123,16 +133,15 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module):
         config = kwargs.pop("config", None)
         revision = kwargs.get("revision")
         folder = resolve_folder(pretrained_model_name_or_path, revision, weights=with_weights)
-        if config is None:
-            config = cls.config_class.from_pretrained(folder)
-        if dtype is not None:
-            config.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        config = read_config(folder, cls.config_class) if config is None else deepcopy(config)
+        if dtype is not None and dtype != "auto":
+            config.dtype = getattr(torch, dtype_name(dtype))
         if window is not None:
+            if window < 1:
+                raise ConfigError(f"sliding_window: a query sees at least itself, so it must be >= 1, got {window}")
             config.sliding_window = window
         if not with_weights:
-            model = cls.from_config(config, **kwargs)
-            model.source_folder = folder
-            return model
+            return cls.from_config(config, **kwargs)
         with CheckpointReader(folder) as reader:
             with torch.device("meta"):
                 model = cls.from_config(config, **kwargs)
@@ -199,7 +208,7 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module):
         """The token embedding."""
         return self.model.embed_tokens
 
-    def set_input_embeddings(self, value: nn.Module) -> None:
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
         """Replace the token embedding."""
         self.model.embed_tokens = value
 
@@ -207,7 +216,7 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module):
         """The vocabulary head."""
         return self.lm_head
 
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+    def set_output_embeddings(self, new_embeddings: LMHead) -> None:
         """Replace the vocabulary head."""
         self.lm_head = new_embeddings
 

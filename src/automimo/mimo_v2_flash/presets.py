@@ -71,6 +71,10 @@ AUDIO: dict[str, Any] = {
     "speech_zeroemb_idx": "1024",
 }
 
+# The values are those listed for the V2.5 release, which come in an audio, an image and a video group with short names
+# (`min_pixels`). How the file spells them was not seen: readers are known to accept `image_min_pixels` and
+# `video_min_pixels`, and the other prefixes here follow that form. A released folder brings its own processor_config,
+# which is carried as it is; never read a released file by these names alone.
 PROCESSOR: dict[str, Any] = {
     "audio_avg_pooler": 2,
     "audio_channels": 20,
@@ -103,7 +107,7 @@ PROCESSOR: dict[str, Any] = {
     "video_min_pixels": 8192,
     "video_max_pixels": 8388608,
     "video_total_max_pixels": 268435456,
-    "tokens_per_second": 2,
+    "video_tokens_per_second": 2,
     "temporal_compression_ratio": 1,
     "use_video_timestamps": True,
     "use_per_grid_t_timestamps": False,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 from automimo.errors import CheckpointError
+from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -23,15 +25,33 @@ def resolve_folder(name_or_path: str | Path, revision: str | None = None, *, wei
     if not _HUB_ID.fullmatch(name) or path.is_absolute():
         raise CheckpointError(f"{name}: no such folder; pass a checkpoint folder or a Hub id such as owner/name")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
         return Path(
             snapshot_download(name, revision=revision, ignore_patterns=None if weights else ["*.safetensors", "*.bin"])
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, OSError) as error:  # not found in the cache is an OSError
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(
             f"{name}: no such folder, and the Hub could not supply it ({reason}); check the name, the revision and the "
             "connection, or download the folder and pass its path"
         ) from error
+
+
+def read_config(folder: Path, config_class: type[MiMoV2FlashConfig]) -> MiMoV2FlashConfig:
+    """The config of a checkpoint folder.
+
+    Raises CheckpointError when there is no readable config.json, ConfigError when it contradicts itself.
+    """
+    path = folder / "config.json"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder}: has no config.json, so it is not a model folder") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: holds a {type(values).__name__} where a JSON object is expected")
+    config: MiMoV2FlashConfig = config_class.from_dict(values, name_or_path=str(folder))
+    return config

@@ -72,14 +72,17 @@ def packed_stream(
     boundaries = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
     if boundaries is None:
         raise ValueError("packed (thd) input needs cu_seqlens, as in a batch from make_cp_batch_for_te")
+    for name, given in (("cu_seqlens", cu_seqlens), ("cu_seqlens_padded", cu_seqlens_padded)):
+        if given is not None and given.dim() == 2 and given.shape[0] != 1:
+            raise ValueError(f"{name} must be one row, got {given.shape[0]} rows")
     if boundaries.dim() == 2:
-        if boundaries.shape[0] != 1:
-            raise ValueError(f"cu_seqlens must be one row, got {boundaries.shape[0]} rows")
         boundaries = boundaries.squeeze(0)
     boundaries = boundaries[boundaries >= 0].to(torch.int32)
     layout = build_layout(boundaries, window=window, device=tokens.device)
     if layout.total != tokens.shape[0]:
         raise ValueError(f"cu_seqlens end at {layout.total} but the stream has {tokens.shape[0]} tokens")
+    _check_size("position_ids", position_ids, layout.total)
+    _check_size("padding_mask", padding_mask, layout.total)
     positions = layout.position_ids if position_ids is None else position_ids.reshape(-1)
     routed = None if padding_mask is None else _indices(~padding_mask.reshape(-1).bool())
     return Stream(tokens, positions, layout, routed, layout.document_ids, rows=None, shape=None)
@@ -101,7 +104,10 @@ def batch_stream(
     batch, length = tokens.shape[:2]
     device = tokens.device
     positions = torch.arange(length, device=device).expand(batch, -1) if position_ids is None else position_ids
+    if positions.dim() > 2 or positions.shape[-1] != length or positions.numel() not in (length, batch * length):
+        raise ValueError(f"position_ids has shape {list(positions.shape)} but the input is {[batch, length]}")
     positions = positions.expand(batch, length).reshape(-1)
+    _check_size("padding_mask", padding_mask, batch * length)
     tokens = tokens.flatten(0, 1)
     shape = (batch, length)
     mask = attention_mask if isinstance(attention_mask, Tensor) else None
@@ -162,6 +168,12 @@ def _documents(mask_BS: Tensor) -> tuple[Tensor | None, Tensor | None]:
     first = starts.index_select(0, rows).nonzero().squeeze(-1)
     boundaries = torch.cat((first, first.new_tensor([rows.numel()]))).to(torch.int32)
     return (None if rows.numel() == real.numel() else rows), boundaries
+
+
+def _check_size(name: str, given: Tensor | None, tokens: int) -> None:
+    """Neither may be broadcast: a short padding mask would silently leave the rest of the stream unrouted."""
+    if given is not None and given.numel() != tokens:
+        raise ValueError(f"{name} has shape {list(given.shape)} but the input has {tokens} tokens")
 
 
 def _indices(real_T: Tensor) -> Tensor | None:

@@ -25,6 +25,7 @@ SINK_SUFFIX = ".attention_sink_bias"
 FLOATING = ("F64", "F32", "BF16", "F16")
 
 _STACKED = re.compile(r"(?P<prefix>.*\.experts)\.(?P<stack>gate_and_up_projs|down_projs)$")
+_EXPERT = re.compile(r"(?P<prefix>.*\.experts)\.\d+\.(?P<part>gate|up|down)_proj\.weight$")
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,14 @@ def places_of(parameter: str, num_experts: int) -> dict[str, Place]:
     }
 
 
+def parameter_of(key: str) -> str:
+    """Our parameter that a checkpoint key belongs to: the inverse of `places_of`."""
+    match = _EXPERT.match(key)
+    if match is None:
+        return key
+    return f"{match['prefix']}.{'down_projs' if match['part'] == 'down' else 'gate_and_up_projs'}"
+
+
 def checkpoint_places(state: Mapping[str, Tensor]) -> dict[str, Place]:
     """Every checkpoint key of a model with this state dict, in the order of the parameters."""
     places: dict[str, Place] = {}
@@ -80,7 +89,7 @@ def load_weights(model: nn.Module, reader: CheckpointReader) -> None:
     """
     state = model.state_dict()
     places = checkpoint_places(state)
-    _check_layout(reader)
+    check_layout(str(reader.folder), {key: info.dtype for key, info in reader.tensors.items()})
     ledger = Ledger({key: tuple(place.view(state[place.parameter]).shape) for key, place in places.items()})
     for key, info in reader.tensors.items():
         if not is_carried(key):
@@ -93,18 +102,18 @@ def load_weights(model: nn.Module, reader: CheckpointReader) -> None:
                 reader.read_into(key, place.view(state[place.parameter]))
 
 
-def _check_layout(reader: CheckpointReader) -> None:
-    text = {key: info for key, info in reader.tensors.items() if not is_carried(key)}
+def check_layout(where: str, dtypes: Mapping[str, str]) -> None:
+    """Raise CheckpointError unless the text keys (key -> safetensors dtype) are of the plain split layout."""
+    text = {key: dtype for key, dtype in dtypes.items() if not is_carried(key)}
     fused = next((key for key in text if key.endswith(".qkv_proj.weight")), None)
     if fused is not None:
         raise CheckpointError(
-            f"{reader.folder}: {fused} is a fused projection; this version reads the split layout "
-            "(q_proj, k_proj, v_proj)"
+            f"{where}: {fused} is a fused projection; this version reads the split layout (q_proj, k_proj, v_proj)"
         )
-    quantised = next((info for info in text.values() if info.dtype not in FLOATING), None)
+    quantised = next((key for key, dtype in text.items() if dtype not in FLOATING), None)
     if quantised is not None:
         raise CheckpointError(
-            f"{reader.folder}: {quantised.name} is stored as {quantised.dtype}; this version reads checkpoints in "
+            f"{where}: {quantised} is stored as {text[quantised]}; this version reads checkpoints in "
             f"{', '.join(FLOATING)}, not quantised ones"
         )
 
@@ -121,16 +130,17 @@ def checkpoint_entries(
     for key, place in checkpoint_places(state).items():
         view = place.view(state[place.parameter])
         stored = _stored_dtype(key, dtype, source)
-        entries.append(TensorEntry(key, stored, tuple(view.shape), partial(_cast, view, stored)))
+        entries.append(TensorEntry(key, stored, tuple(view.shape), partial(_cast, key, view, stored)))
     if source is not None:
         entries += [raw_entry(source, key) for key in source.tensors if is_carried(key)]
     return entries
 
 
-def _cast(view: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast(key: str, view: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = view.detach().to(dtype)
     if dtype != view.dtype and not bool(torch.isfinite(tensor).all()) and bool(torch.isfinite(view).all()):
-        raise CheckpointError(f"a weight overflows {dtype} (largest {view.abs().max():.3g}); export in float32")
+        largest = float(view.detach().abs().max())
+        raise CheckpointError(f"{key} overflows {dtype} (largest magnitude {largest:.3g}); export in float32")
     return tensor
 
 

@@ -1,1 +1,27 @@
-"""Training: the typed recipe, the optimizer, the loop, evaluation, metrics and the run folder."""
+"""Training: the typed recipe, the optimizer, the loop, evaluation, metrics and the run folder.
+
+Names are imported on first use, so that reading a recipe imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from automimo.training.recipe import Recipe
+    from automimo.training.recipe_file import dump_recipe, load_recipe, parse_recipe
+    from automimo.training.run import run_training
+
+_HOME = {
+    "Recipe": "recipe",
+    "dump_recipe": "recipe_file",
+    "load_recipe": "recipe_file",
+    "parse_recipe": "recipe_file",
+    "run_training": "run",
+}
+__all__ = ["Recipe", "dump_recipe", "load_recipe", "parse_recipe", "run_training"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

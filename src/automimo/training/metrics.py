@@ -39,6 +39,14 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
+def inherit_metrics(checkpoint: Path, target: Path) -> None:
+    """Begin `target` with the history of the run that `checkpoint` (RUN/checkpoints/step-N) belongs to, if both the
+    history exists and `target` does not."""
+    source = checkpoint.parent.parent / target.name
+    if source.is_file() and not target.exists():
+        write_text_atomic(target, "".join(_line(row) for row in read_metrics(source)))
+
+
 class MetricsFile:
     """Appends to metrics.jsonl. Each line reaches the operating system before the next step starts."""
 

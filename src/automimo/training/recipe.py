@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from automimo.data.sources import SourceKind, SourceSpec
 from automimo.errors import ConfigError
 
 
@@ -59,11 +60,25 @@ class MoESection(Section):
 
 
 class SourceSection(Section):
-    kind: Literal["chat", "text", "huggingface", "python_docs"] = Field(description="what the source is")
-    path: Text | None = Field(default=None, description="file, folder or Hub id; not for `python_docs`")
-    weight: float = Field(
-        default=1.0, gt=0, description="how often an epoch shows each example (2 = twice, 0.5 = half)"
+    kind: SourceKind = Field(
+        description="`chat` or `text` (JSONL), `hf` (Hugging Face data set), `python_docs` (Python's own documentation)"
     )
+    path: Text | None = Field(
+        default=None, description="JSONL file; for `hf` a file, a folder or a Hub id; none for `python_docs`"
+    )
+    weight: float = Field(
+        default=1.0, gt=0, lt=1e6, description="how often an epoch shows each example (2 = twice, 0.5 = half)"
+    )
+    split: Text | None = Field(
+        default=None,
+        description="split of an `hf` or `python_docs` source; null = `train` or `validation`, by its place",
+    )
+    subset: Text | None = Field(default=None, description="configuration name of a Hub data set")
+    revision: Text | None = Field(default=None, description="commit, branch or tag of a Hub data set")
+
+    def spec(self) -> SourceSpec:
+        """The source as `automimo.data` takes it. Raises ConfigError for keys that do not go together."""
+        return SourceSpec(**self.model_dump())
 
 
 class DataSection(Section):
@@ -101,7 +116,9 @@ class OptimSection(Section):
         default="cosine", description="learning rate after the warm-up"
     )
     warmup_steps: int = Field(default=0, ge=0, description="steps of linear warm-up")
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="last learning rate / `lr` (linear, cosine, wsd)")
+    min_lr_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="where linear, cosine and wsd end, as a share of `lr`"
+    )
     decay_share: float = Field(
         default=0.2, gt=0, le=1, description="share of all steps that wsd decays over, at the end"
     )
@@ -125,7 +142,7 @@ class TrainSection(Section):
     activation_checkpointing: bool = Field(
         default=False, description="recompute activations in backward: less memory, slower"
     )
-    loss_chunk: int = Field(default=256, ge=1, description="tokens per piece of the vocabulary projection")
+    loss_chunk: int = Field(default=1024, ge=1, description="tokens per piece of the vocabulary projection")
     resume: Text = Field(
         default="auto",
         description="`auto`: newest checkpoint of `output`; `never`; or a checkpoint or run to start from",
@@ -192,11 +209,10 @@ def _check_sources(data: DataSection) -> Iterator[Problem]:
         yield Problem("data.train", "names no source to train on")
     for part, sources in (("train", data.train), ("validation", data.validation)):
         for i, source in enumerate(sources):
-            key = f"data.{part}.{i}.path"
-            if source.kind == "python_docs" and source.path is not None:
-                yield Problem(key, "python_docs is built in and takes no path", (f"data.{part}",))
-            if source.kind != "python_docs" and source.path is None:
-                yield Problem(key, f"is missing: kind {source.kind} needs one", (f"data.{part}",))
+            try:
+                source.spec()
+            except ConfigError as error:
+                yield Problem(f"data.{part}.{i}", str(error), (f"data.{part}",))
 
 
 def schedule_problem(optim: OptimSection, steps: int) -> str | None:
@@ -253,7 +269,11 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     before, after = flatten(old), flatten(new)
     changed = []
     for key in [*before, *(k for k in after if k not in before)]:
-        left, right = before.get(key, "(absent)"), after.get(key, "(absent)")
+        left, right = before.get(key), after.get(key)  # an absent list item has only nulls
         if left != right and key not in FREE_ON_RESUME:
-            changed.append(f"{key}: {left} -> {right}")
+            changed.append(f"{key}: {_plain(left)} -> {_plain(right)}")
     return changed
+
+
+def _plain(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,52 @@
+"""Loss on held-out data."""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from automimo.data.batches import Batch
+from automimo.errors import TrainingError
+from automimo.moe import reset_expert_load
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, batches: Iterable[Batch], *, loss_chunk: int, stop: Callable[[], bool] = lambda: False
+) -> float | None:
+    """Mean cross entropy (nats) over all valid targets of `batches`, each target weighing the same however the batches
+    are cut. The model is put into evaluation mode and back. None when `stop()` became true before the end.
+
+    Raises TrainingError when the loss is not finite, naming the documents of the first such batch.
+    """
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    try:
+        losses: list[float] = []
+        targets = 0
+        for batch in batches:
+            if stop():
+                return None
+            losses.append(batch_loss(model, batch.to(device), loss_chunk).item())
+            targets += batch.valid_targets
+            if not math.isfinite(losses[-1]):
+                raise TrainingError(f"the validation loss is {losses[-1]} for the documents {', '.join(batch.origins)}")
+        return math.fsum(losses) / targets
+    finally:
+        model.train(was_training)
+        reset_expert_load(model)
+
+
+def batch_loss(model: nn.Module, batch: Batch, loss_chunk: int) -> torch.Tensor:
+    """fp32 sum of the cross entropy over the batch's valid targets: the one way in which the loop calls a model."""
+    loss: torch.Tensor = model(
+        batch.input_ids,
+        position_ids=batch.position_ids,
+        cu_seqlens=batch.cu_seqlens,
+        qkv_format="thd",
+        targets=batch.targets,
+        loss_chunk=loss_chunk,
+    ).loss
+    return loss

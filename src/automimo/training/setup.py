@@ -1,0 +1,138 @@
+"""From a recipe to the objects of a run: model folder, tokenizer, data, model."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from automimo.backend import BackendConfig
+from automimo.checkpoint import publish_folder, write_text_atomic
+from automimo.data import DataStream, LoadReport, load_examples
+from automimo.errors import ConfigError
+from automimo.generate import MODEL_CLASSES
+from automimo.init_model import TRAINED_TOKENIZER, init_model
+from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
+from automimo.mimo_v2_flash.source import resolve_folder
+from automimo.mimo_v2_flash.tokenizer import load_tokenizer
+from automimo.moe import moe_layers
+from automimo.training.recipe import DataSection, Recipe
+from automimo.training.run_folder import RunFolder
+
+# Hidden, so that an export does not carry it on as a side file of the model.
+INIT_MARK = ".init.json"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Streams of rows and what was read; `validation` is None without held-out sources."""
+
+    train: DataStream
+    train_report: LoadReport
+    validation: DataStream | None
+    validation_report: LoadReport | None
+
+
+@contextmanager
+def model_folder(recipe: Recipe, folder: RunFolder, *, write: bool) -> Iterator[Path]:
+    """The Hugging Face folder a run starts from: that of `model.path`, or `OUTPUT/init` of a preset, made when it is
+    absent or of another preset or seed. Without `write` a new one lives in a temporary folder while this is open.
+    """
+    if recipe.model.path is not None:
+        yield resolve_folder(recipe.model.path)
+        return
+    preset = recipe.model.preset
+    assert preset is not None  # the recipe has one of the two
+    if preset not in TRAINED_TOKENIZER:
+        raise ConfigError(
+            f"model.preset: {preset} brings no tokenizer. Make its folder with `automimo init OUT --preset {preset} "
+            "--tokenizer FOLDER` and give it as model.path"
+        )
+    mark = json.dumps({"preset": preset, "seed": recipe.train.seed, "dtype": "float32"}) + "\n"
+    found = folder.init / INIT_MARK
+    if found.is_file() and found.read_text(encoding="utf-8") == mark:
+        yield folder.init
+    elif write:
+        _make_init(folder.init, preset, recipe.train.seed, mark)
+        yield folder.init
+    else:
+        with TemporaryDirectory() as temporary:
+            init_model(temporary, preset, seed=recipe.train.seed, dtype=torch.float32)
+            yield Path(temporary)
+
+
+def _make_init(folder: Path, preset: str, seed: int, mark: str) -> None:
+    def make(temporary: Path) -> None:
+        init_model(temporary, preset, seed=seed, dtype=torch.float32)
+        write_text_atomic(temporary / INIT_MARK, mark)
+
+    publish_folder(folder, make, replace=True)
+
+
+def load_data(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Data:
+    """Read, render and plan all sources of the recipe. Raises DataError."""
+    settings = recipe.data
+    examples, report = load_examples([source.spec() for source in settings.train], tokenizer, part="train")
+    train = _stream(settings, examples, settings.seed, recipe.train.epochs)
+    if not settings.validation:
+        return Data(train, report, None, None)
+    specs = [source.spec() for source in settings.validation]
+    examples, validation_report = load_examples(specs, tokenizer, part="validation")
+    return Data(train, report, _stream(settings, examples, 0, 1), validation_report)
+
+
+def _stream(settings: DataSection, examples: list, seed: int, epochs: int | None) -> DataStream:
+    return DataStream(
+        examples,
+        sequence_length=settings.sequence_length,
+        packing=settings.packing,
+        overflow=settings.overflow,
+        seed=seed,
+        epochs=epochs,
+    )
+
+
+def load_fitting_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """The tokenizer of a model folder. Raises ConfigError when it has ids that the model has no embedding for."""
+    tokenizer = load_tokenizer(folder)
+    size = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("vocab_size", len(tokenizer))
+    if len(tokenizer) > size:
+        raise ConfigError(f"{folder}: the tokenizer has {len(tokenizer):,} tokens, the model's vocab_size is {size:,}")
+    return tokenizer
+
+
+def build_model(recipe: Recipe, folder: Path, *, load_weights: bool, device: torch.device) -> MiMoV2FlashForCausalLM:
+    """The model of `folder` in fp32 on `device`, with the recipe's window, attention and router settings.
+
+    Without `load_weights` (resume, or the meta device) its values are arbitrary. Raises ConfigError, CheckpointError.
+    """
+    moe = recipe.moe
+    model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if model_type not in MODEL_CLASSES:
+        raise ConfigError(f"{folder}: model_type is {model_type!r}, expected one of {', '.join(MODEL_CLASSES)}")
+    with device:
+        model = MODEL_CLASSES[model_type].from_pretrained(
+            str(folder),
+            dtype=torch.float32,
+            load_weights=load_weights,
+            backend=BackendConfig(attn=recipe.model.attention),
+            sliding_window=recipe.model.window,
+            moe_overrides={
+                "train_gate": moe.router == "train",
+                "gate_bias_update_factor": moe.bias_update_speed,
+                "aux_loss_coeff": moe.aux_loss,
+            },
+        )
+    if (moe.bias_update_speed or moe.aux_loss) and not moe_layers(model):
+        raise ConfigError("moe.bias_update_speed and moe.aux_loss must be 0: the model has no experts")
+    model.model.set_activation_checkpointing("full" if recipe.train.activation_checkpointing else "none")
+    return model.train()
+
+
+def training_device() -> torch.device:
+    """The first GPU where there is one, else the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
