@@ -1,9 +1,9 @@
 """Tensors that stay in fp32 whatever the rest of the model is cast to.
 
-The router weight, its correction bias, the attention sinks and the rotary tables lose the model when they are rounded to
-bf16: eight bits of mantissa are enough to send a token to another expert or to turn a position of 100,000 into its
-neighbour. They are therefore created in fp32 and every later `model.to(bfloat16)`, `.half()` or `.bfloat16()` must pass
-over them. `KeepFp32` is the one place where that is done.
+The router weight, its correction bias, the attention sinks and the rotary tables must not be rounded to bf16: its eight
+bits of mantissa send tokens to other experts and turn a rotary angle at position 100,000 into another position's. They
+are created in fp32, and every later `model.to(bfloat16)`, `.half()` or `.bfloat16()` has to pass over them. `KeepFp32`
+is the one place where that is done.
 """
 
 from collections.abc import Callable

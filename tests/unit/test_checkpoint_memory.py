@@ -65,8 +65,8 @@ def measure(folder: Path, count: int, rows: int) -> tuple[int, list[int]]:
 
 
 def check(tensor: int, growth: list[int]) -> None:
-    """4 MiB for everything small. A conversion holds its destination (half a tensor), the 16 MiB that it reads at a time,
-    and their bfloat16 copy, which torch makes on the way to a transposed destination."""
+    """4 MiB for everything small. A conversion holds its destination (half a tensor), the 16 MiB that it reads at a
+    time, and their bfloat16 copy, which torch makes on the way to a transposed destination."""
     written, copied, read, converted = growth
     assert max(written, copied, read) < tensor + 4 * 2**20, growth
     assert converted < max(tensor, tensor // 2 + 24 * 2**20) + 4 * 2**20, growth

@@ -1,5 +1,6 @@
 """Parameter selection, AdamW groups, schedules, clipping, master weights."""
 
+import itertools
 import math
 
 import pytest
@@ -199,7 +200,7 @@ def test_every_step_learns(schedule: str, total: int, warmup: int):
     assert all(0 < value <= 1 for value in values)
     assert max(values) == 1.0
     after = values[warmup:]
-    assert all(a >= b for a, b in zip(after, after[1:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(after))
 
 
 def test_each_group_keeps_its_own_peak():

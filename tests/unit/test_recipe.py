@@ -289,3 +289,8 @@ def _yaml(value: object) -> str:
     if isinstance(value, tuple):
         return "`[" + ", ".join(f'"{v}"' if isinstance(v, str) else str(v) for v in value) + "]`"
     return f"`{value}`"
+
+
+def test_the_example_of_the_docs_is_a_recipe():
+    example = re.search(r"```yaml\n(.*?)```", (REPOSITORY / "docs" / "recipes.md").read_text(), re.S)
+    assert example and parse_recipe(example[1]).train.epochs == 2

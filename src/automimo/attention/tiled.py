@@ -54,7 +54,8 @@ class _TiledAttention(torch.autograd.Function):
         lse_KX = None if sink_KX is None else torch.empty_like(sink_KX)
         for head in range(k_KTD.shape[0]):
             for chunk in chunks:
-                scores_CRL, p_CRL = work.softmax(chunk, q_KXD[head], k_KTD[head], scale)
+                q_CRD, k_CLD = chunk.of_queries(q_KXD[head]), chunk.of_keys(k_KTD[head])
+                scores_CRL, p_CRL = work.softmax(chunk, q_CRD, k_CLD, scale)
                 if sink_KX is not None and lse_KX is not None:
                     # The largest probability is exp(top score - lse), at least 1 / L: its logarithm is exact enough.
                     lse_CR1 = scores_CRL.amax(-1, keepdim=True).sub_(p_CRL.amax(-1, keepdim=True).log_())
@@ -79,22 +80,22 @@ class _TiledAttention(torch.autograd.Function):
         keep_KX = None if sink_KX is None else torch.sigmoid(lse_KX - sink_KX)
         average_KX = torch.empty_like(sink_KX) if ctx.needs_input_grad[3] else None
         for head in range(k_KTD.shape[0]):
-            q_XD, k_TD, v_TV = q_KXD[head], k_KTD[head], v_KTV[head]
             for chunk in ctx.chunks:
-                free_CRL, p_CRL = work.softmax(chunk, q_XD, k_TD, scale)
+                q_CRD, k_CLD = chunk.of_queries(q_KXD[head]), chunk.of_keys(k_KTD[head])
+                free_CRL, p_CRL = work.softmax(chunk, q_CRD, k_CLD, scale)
                 if keep_KX is not None:
                     p_CRL.mul_(chunk.of_queries(keep_KX[head]))
                 dout_CRV = chunk.of_queries(dout_KXV[head])
                 chunk.add_to_keys(dv_KTV[head], work.narrow(p_CRL), dout_CRV, 1.0)
-                dp_CRL = work.product(dout_CRV, chunk.of_keys(v_TV), 1.0, free_CRL)
+                dp_CRL = work.product(dout_CRV, chunk.of_keys(v_KTV[head]), 1.0, free_CRL)
                 # p * (dp - sum(p * dp)): the sum taken here, not from out, so that a row with one key gets exactly 0.
                 average_CR1 = torch.linalg.vecdot(p_CRL, dp_CRL).unsqueeze(-1)
                 if average_KX is not None:
                     chunk.of_queries(average_KX[head]).copy_(average_CR1)
                 ds_CRL = work.narrow(dp_CRL.sub_(average_CR1).mul_(p_CRL))
                 dq_CRD = chunk.of_queries(dq_KXD[head])
-                torch.baddbmm(dq_CRD, ds_CRL, chunk.of_keys(k_TD), beta=0, alpha=scale, out=dq_CRD)
-                chunk.add_to_keys(dk_KTD[head], ds_CRL, chunk.of_queries(q_XD), scale)
+                torch.baddbmm(dq_CRD, ds_CRL, k_CLD, beta=0, alpha=scale, out=dq_CRD)
+                chunk.add_to_keys(dk_KTD[head], ds_CRL, q_CRD, scale)
         dsink_H = None
         if sink_KX is not None and average_KX is not None:
             column_KX = torch.sigmoid(sink_KX - lse_KX)
@@ -128,12 +129,16 @@ class _Chunk:
         return rows.view(self.count, self.rows * self.group, -1)
 
     def of_keys(self, x_TN: Tensor) -> Tensor:
-        """Contiguous [T, N] -> view [C, L, N]; neighbouring tiles overlap by `reach` rows."""
+        """Contiguous [T, N] -> [C, L, N]; neighbouring tiles overlap by `reach` rows.
+
+        A view in fp32. Half precision products would copy an overlapping view each time, at a tenth of the total time.
+        """
         width, start = x_TN.shape[1], self.first_row - self.reach
         if self.count == 1:
             return x_TN[start : self.first_row + self.rows].unsqueeze(0)
         shape, strides = (self.count, self.reach + self.rows, width), (self.rows * width, width, 1)
-        return x_TN.as_strided(shape, strides, x_TN.storage_offset() + start * width)
+        tiles_CLN = x_TN.as_strided(shape, strides, x_TN.storage_offset() + start * width)
+        return tiles_CLN.contiguous() if x_TN.dtype in (torch.bfloat16, torch.float16) else tiles_CLN
 
     def add_bias(self, scores_CRL: Tensor) -> None:
         tiles = scores_CRL.view(self.count, self.rows, self.group, -1)
@@ -173,11 +178,11 @@ class _Workspace:
         """x in the dtype of q: itself, or a copy in a buffer that the next `product` or `narrow` overwrites."""
         return x_CRL if self.half is None else self.half[: x_CRL.numel()].view(x_CRL.shape).copy_(x_CRL)
 
-    def softmax(self, chunk: _Chunk, q_XD: Tensor, k_TD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def softmax(self, chunk: _Chunk, q_CRD: Tensor, k_CLD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """(scores, probabilities) [C, R, L] of a chunk over its keys, without a sink."""
         size = chunk.count * chunk.shape[1] * chunk.shape[2]
         scores_CRL, p_CRL = self.scores[:size].view(chunk.shape), self.probabilities[:size].view(chunk.shape)
-        self.product(chunk.of_queries(q_XD), chunk.of_keys(k_TD), scale, scores_CRL)
+        self.product(q_CRD, k_CLD, scale, scores_CRL)
         chunk.add_bias(scores_CRL)
         torch.softmax(scores_CRL, -1, out=p_CRL)
         return scores_CRL, p_CRL
@@ -198,14 +203,14 @@ def _batches(run: TileRun, group: int) -> Iterator[_Chunk]:
 def _strips(document: LongDocument, group: int) -> Iterator[_Chunk]:
     """One tile at a time: a few rows against all the keys they see.
 
-    More rows make better matrix products, but also more pairs above the diagonal. R = 256 is near the best; against 4k
-    keys and more 512 gain another 5 %.
+    More rows make better matrix products, but also more pairs above the diagonal. R = 256 is near the best; against
+    many keys 512 gains another 5 %. From 32k keys on (32 MiB of scores) memory matters more.
     """
     start, stop, window, triangle = document.start, document.stop, document.window, document.triangle
     first = start
     while first < stop:
         seen = min(window, first - start)
-        wanted, most = (512, MAX_ROWS) if 4096 <= seen < 32768 else (256, MAX_ROWS // 2)
+        wanted, most = (512, MAX_ROWS) if 2048 <= seen < 32768 else (256, MAX_ROWS // 2)
         rows = min(stop - first, most, max(16, wanted // group))
         first_key = max(start, first - window + 1)
         # Row r may see keys up to its own, and from first - window + 1 + r on.

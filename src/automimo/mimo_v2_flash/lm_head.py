@@ -31,7 +31,7 @@ class LMHead(nn.Linear):
         """Logits [..., V] of `hidden` [..., H]; with `targets` [...], the fp32 sum of the cross entropy (a scalar).
 
         targets int64, -100 where a token has none: such rows are left out before the projection and cost nothing.
-        `chunk` rows are projected at a time, so at most chunk x V logits exist. Softmax and weight gradient are in fp32.
+        `chunk` rows are projected at a time: at most chunk x V logits exist. Softmax and weight gradient are in fp32.
         Raises `DataError` for a target outside the vocabulary, `ConfigError` for a chunk below 1.
         """
         if targets is None:
@@ -105,26 +105,37 @@ def _loss_and_gradients(
     """Loss (fp32), and its gradients for the hidden states (their dtype) and the weight (fp32) where wanted."""
     want_hidden, want_weight = wanted
     accurate = torch.promote_types(hidden_NH.dtype, torch.float32)
-    loss = hidden_NH.new_zeros((), dtype=accurate)
+    loss_N = torch.empty_like(targets_N, dtype=accurate)
     grad_NH = torch.empty_like(hidden_NH) if want_hidden else None
     grad_VH = torch.zeros_like(weight_VH, dtype=accurate) if want_weight else None
     for start in range(0, hidden_NH.shape[0], chunk):
-        hidden_CH, targets_C = hidden_NH[start : start + chunk], targets_N[start : start + chunk].unsqueeze(1)
+        part = slice(start, start + chunk)
+        hidden_CH = hidden_NH[part]
         logits_CV = hidden_CH @ weight_VH.T
-        scores_CV = logits_CV.to(accurate)
-        lse_C1 = scores_CV.logsumexp(1, keepdim=True)
-        loss += (lse_C1 - scores_CV.gather(1, targets_C)).sum()
-        if not (want_hidden or want_weight):
-            continue
-        # d loss / d logits = softmax - 1 at the target
-        probs_CV = scores_CV.sub_(lse_C1).exp_()
-        probs_CV.scatter_add_(1, targets_C, torch.full_like(lse_C1, -1.0))
-        probs_CV = logits_CV.copy_(probs_CV)
+        _softmax_gradient_(logits_CV, targets_N[part].unsqueeze(1), loss_N[part], want_hidden or want_weight)
         if grad_NH is not None:
-            torch.mm(probs_CV, weight_VH, out=grad_NH[start : start + chunk])
+            torch.mm(logits_CV, weight_VH, out=grad_NH[part])
         if grad_VH is not None:
-            if grad_VH.dtype == probs_CV.dtype:
-                grad_VH.addmm_(probs_CV.T, hidden_CH)
+            if grad_VH.dtype == logits_CV.dtype:
+                grad_VH.addmm_(logits_CV.T, hidden_CH)
             else:
-                grad_VH += probs_CV.T @ hidden_CH
-    return loss, grad_NH, grad_VH
+                grad_VH += logits_CV.T @ hidden_CH
+    return loss_N.sum(), grad_NH, grad_VH
+
+
+def _softmax_gradient_(logits_CV: Tensor, targets_C1: Tensor, loss_C: Tensor, want_gradient: bool) -> None:
+    """Fill `loss_C`; where wanted, replace the logits by d loss / d logits = softmax - 1 at the target.
+
+    In fp32, by strips of a few rows: no fp32 copy of the chunk exists, and on a CPU a strip stays in the cache from the
+    softmax to the last pass (16 rows: 3.5 s where the whole chunk at once takes 4.0 s, bf16, 1,024 tokens, one thread).
+    """
+    rows = 16 if logits_CV.device.type == "cpu" else 256
+    strips = zip(logits_CV.split(rows), targets_C1.split(rows), loss_C.split(rows), strict=True)
+    for logits_RV, targets_R1, loss_R in strips:
+        scores_RV = logits_RV.log_softmax(1, dtype=loss_C.dtype)
+        chosen_R1 = scores_RV.gather(1, targets_R1)
+        loss_R.copy_(chosen_R1.squeeze(1)).neg_()
+        if want_gradient:
+            # exp(s) - 1 without cancellation where the target is nearly certain
+            scores_RV.exp_().scatter_(1, targets_R1, chosen_R1.expm1())
+            logits_RV.copy_(scores_RV)

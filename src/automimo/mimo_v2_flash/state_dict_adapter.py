@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from automimo.backend import BackendConfig
-from automimo.checkpoint import StateDictAdapter, dtype_name
+from automimo.checkpoint import Ledger, StateDictAdapter, dtype_name
 from automimo.checkpoint.adapter import StateDict
 from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
@@ -108,24 +108,19 @@ class MiMoV2FlashStateDictAdapter(StateDictAdapter):
 
     def _stack(self, name: str, matrices: dict[str, Tensor], stack: Tensor | None) -> Tensor:
         """All matrices of one parameter, in `stack` (a new tensor if None); those that already lie there are kept."""
-        experts = self.moe_config.n_routed_experts if self.moe_config is not None else 0
-        places = places_of(name, experts)
-        wrong = [f"{key} is missing" for key in places if key not in matrices]
-        wrong += [f"{key} is not expected" for key in matrices if key not in places]
-        if not wrong and stack is None:
-            rows, columns = next(iter(matrices.values())).shape
-            shape = (experts, columns, rows if name.endswith(".down_projs") else 2 * rows)
-            stack = next(iter(matrices.values())).new_empty(shape, dtype=self.dtype)
-        if stack is not None and not wrong:
-            views = {key: place.view(stack) for key, place in places.items()}
-            wrong = [
-                f"{key} has shape {list(matrices[key].shape)}, expected {list(view.shape)}"
-                for key, view in views.items()
-                if matrices[key].shape != view.shape
-            ]
-        if wrong or stack is None:
-            more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
-            raise CheckpointError(f"{name} has {experts} experts, but {wrong[0]}{more}")
+        config = self.moe_config
+        if config is None:
+            raise CheckpointError(f"state dict: it has {next(iter(matrices))} but the model has no experts")
+        if stack is None:
+            down = name.endswith(".down_projs")
+            shape = (config.moe_inter_dim, config.dim) if down else (config.dim, 2 * config.moe_inter_dim)
+            like = next(iter(matrices.values()))
+            stack = like.new_empty((config.n_routed_experts, *shape), dtype=self.dtype)
+        views = {key: place.view(stack) for key, place in places_of(name, config.n_routed_experts).items()}
+        ledger = Ledger({key: view.shape for key, view in views.items()})
+        for key, matrix in matrices.items():
+            ledger.consume(key, matrix.shape)
+        ledger.check("state dict", f"the model has {config.n_routed_experts} experts per layer")
         with torch.no_grad():
             for key, view in views.items():
                 if not _same_memory(matrices[key], view):

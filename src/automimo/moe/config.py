@@ -98,8 +98,8 @@ class MoEConfig:
         self._check_groups()
         if self.gate_bias_update_factor > 0 and not self.train_gate:
             raise ConfigError(
-                f"MoEConfig.gate_bias_update_factor is {self.gate_bias_update_factor} but train_gate is false: a frozen "
-                "router must not be rebalanced; set the factor to 0 or train the gate"
+                f"MoEConfig.gate_bias_update_factor is {self.gate_bias_update_factor} but train_gate is false: a "
+                "frozen router must not be rebalanced; set the factor to 0 or train the gate"
             )
 
     def _check_groups(self) -> None:

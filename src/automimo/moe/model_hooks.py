@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from automimo.moe.layer import MoE
@@ -71,8 +70,9 @@ def reset_expert_load(model: nn.Module) -> None:
 def router_frozen_contexts() -> Any:
     """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`: recompute all but the choice.
 
-    A matmul that is run again may differ in the last bit and send a token to another expert, whose saved shapes no longer
-    fit. The results of top-k are therefore kept (K integers and K numbers per token) and everything else is recomputed.
+    A matmul that is run again may differ in the last bit and send a token to another expert, and the rows saved by the
+    first pass no longer fit. The results of top-k are therefore kept (K integers and K numbers per token); everything
+    else is recomputed.
     """
     return create_selective_checkpoint_contexts(_keep_choice)
 
