@@ -1,8 +1,8 @@
 """One attention layer, forward and forward + backward: `sdpa` against the dense reference and torch's fused kernel.
 
 Released head widths (q and k 192, v 128), window 128, a trained sink on sliding layers. All contenders of a line are
-measured in the same run, so read the ratios. The reference is left out where its T x T matrices would not fit; the fused
-kernel (`scaled_dot_product_attention` per document, v padded to the width of q) can only do full layers.
+measured in the same run, so read the ratios. The reference is left out where its T x T matrices would not fit; the
+fused kernel (`scaled_dot_product_attention` per document, v padded to the width of q) can only do full layers.
 
     python benchmarks/attention.py [--quick] [--tokens 1024,4096,16384] [--heads 8] [--kv-heads 2] [--threads N]
 """
@@ -37,7 +37,9 @@ def boundaries(tokens: int, mean: int | None) -> list[int]:
 class Layer:
     """The inputs of one layer, and each contender as a function of (q, k, v)."""
 
-    def __init__(self, tokens: int, mean: int | None, window: int | None, dtype: torch.dtype, heads: int, kv: int) -> None:
+    def __init__(
+        self, tokens: int, mean: int | None, window: int | None, dtype: torch.dtype, heads: int, kv: int
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
@@ -52,11 +54,15 @@ class Layer:
         self.bounds = boundaries(tokens, mean)
         self.layout = build_layout(self.bounds, window=WINDOW)
 
+    def tiled(self) -> Tensor:
+        return self.attend("sdpa")
+
+    def eager(self) -> Tensor:
+        return self.attend("eager")
+
     def attend(self, backend: str) -> Tensor:
         q, k, v = self.leaves
-        return attend(
-            q, k, v, layout=self.layout, window=self.window, sink=self.sink, scale=SCALE, backend=backend
-        )  # fmt: skip
+        return attend(q, k, v, layout=self.layout, window=self.window, sink=self.sink, scale=SCALE, backend=backend)
 
     def fused(self) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in self.leaves)
@@ -89,37 +95,37 @@ def reference_fits(tokens: int, heads: int) -> bool:
 def print_case(kind: str, dtype: torch.dtype, tokens: int, documents: str, options: argparse.Namespace) -> None:
     window = WINDOW if kind == "sliding" else None
     layer = Layer(tokens, DOCUMENTS[documents], window, dtype, options.heads, options.kv_heads)
-    repeats = 1 if tokens >= 8192 else 3
-    ours = lambda: layer.attend("sdpa")  # noqa: E731
-    forward, _ = measure(lambda: layer.forward(ours), repeats)
-    both, peak = measure(lambda: layer.forward_backward(ours), repeats)
+    repeats = 1 if options.quick else 5 if tokens <= 1024 else 3 if tokens < 8192 else 1
+    forward, _ = measure(lambda: layer.forward(layer.tiled), repeats)
+    both, peak = measure(lambda: layer.forward_backward(layer.tiled), repeats)
     name = f"{kind:8} {str(dtype).removeprefix('torch.'):9} {tokens:6} {documents:>4}"
     line = f"{name} | {forward * 1e3:8.1f} {both * 1e3:8.1f} ms {peak:7.0f} MiB |"
     if reference_fits(tokens, options.heads):
-        seconds, mib = measure(lambda: layer.forward_backward(lambda: layer.attend("eager")), 1)
+        seconds, mib = measure(lambda: layer.forward_backward(layer.eager), repeats)
         # Below a MiB the allocator's own pages decide, not the algorithm.
         line += f" {seconds * 1e3:8.1f} ms {mib:7.0f} MiB {seconds / both:6.1f}x {mib / max(peak, 1.0):6.1f}x |"
     else:
         line += f" {'does not fit':>38} |"
     if window is None and documents != "~32":
-        seconds, mib = measure(lambda: layer.forward_backward(layer.fused), 1 if tokens >= 8192 else 2)
+        seconds, mib = measure(lambda: layer.forward_backward(layer.fused), repeats)
         line += f" {seconds * 1e3:8.1f} ms {seconds / both:6.2f}x"
     print(line, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="256 tokens only: does it run, not how fast it is")
+    parser.add_argument("--quick", action="store_true", help="128 tokens only: does it run, not how fast it is")
     parser.add_argument("--tokens", default="1024,4096,16384", help="comma-separated stream lengths")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=2)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    sizes = [256] if options.quick else [int(tokens) for tokens in options.tokens.split(",")]
+    sizes = [128] if options.quick else [int(tokens) for tokens in options.tokens.split(",")]
 
-    print(f"{options.heads} query heads, {options.kv_heads} key/value heads, {options.threads} threads, torch {torch.__version__}")
-    print(f"{'layer':8} {'dtype':9} {'tokens':>6} docs | sdpa: forward, forward + backward, peak | eager: time, peak, ratios | fused kernel: time, ratio")
+    heads = f"{options.heads} query heads, {options.kv_heads} key/value heads"
+    print(f"{heads}, {options.threads} threads, torch {torch.__version__}; x: how many times ours")
+    print(f"{'':30} | {'sdpa: forward, + backward, peak':>34} | {'eager: forward + backward, peak':>38} | fused kernel")
     for dtype in (torch.float32, torch.bfloat16):
         for kind in ("sliding", "full"):
             for tokens in sizes:

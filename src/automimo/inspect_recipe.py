@@ -38,7 +38,7 @@ def run_inspect(path: Path, samples: int, max_tokens: int, console: Console | No
         shown = cut(whole, start, min(stop, start + max_tokens))
         _print(console, Text(f"\nsample {number}  {describe_piece(whole, start, stop)}", style="bold"))
         text = colour_loss_mask(shown, tokenizer)
-        _print(console, text if console.color_system else bracketed(text))
+        _print(console, text if console.color_system and not console.no_color else bracketed(text))
         if stop - start > max_tokens:
             _print(console, Text(f"... {stop - start - max_tokens:,} more tokens (--max-tokens shows more)"))
     return 0

@@ -1,10 +1,13 @@
 """A tiny model and a short run, made once by the command line itself, and ways to call it."""
 
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -79,39 +82,67 @@ def check_readable_failure(done: Completed, *parts: str, code: int = 1) -> None:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    done = run_cli("init", folder, "--preset", "tiny", "--seed", "1")
-    assert done.returncode == 0, done.stderr
-    assert "preset tiny, seed 1, 3,2" in done.stdout
-    assert "tokenizer: 4,096 tokens" in done.stdout
-    assert done.stderr == ""
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of this test session share; what is slow to make is made there once."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "cli"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@contextmanager
+def only_one(folder: Path, name: str) -> Iterator[None]:
+    """One worker at a time."""
+    with (folder / f".{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny_model(shared: Path) -> Path:
+    folder = shared / "tiny"
+    with only_one(shared, "tiny"):
+        if not folder.exists():
+            done = run_cli("init", folder, "--preset", "tiny", "--seed", "1")
+            assert done.returncode == 0, done.stderr
+            assert "preset tiny, seed 1, 3,2" in done.stdout
+            assert "tokenizer: 4,096 tokens" in done.stdout
+            assert done.stderr == ""
     return folder
 
 
 @pytest.fixture(scope="session")
-def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "chats.jsonl"
+def chats(shared: Path) -> Path:
+    path = shared / "chats.jsonl"
     turns = [("What is 6 x 7?", "42."), ("And 6 x 8?", "It is 48, I think."), ("Name a fruit.", "A pear.")]
     rows = [
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
         for question, answer in turns
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    with only_one(shared, "chats"):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 @pytest.fixture(scope="session")
-def tiny_recipe(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, chats: Path) -> Path:
-    folder = tmp_path_factory.mktemp("recipes")
-    path = folder / "tiny.yaml"
-    path.write_text(RECIPE.format(output=folder / "run", model=tiny_model, chats=chats), encoding="utf-8")
+def tiny_recipe(shared: Path, tiny_model: Path, chats: Path) -> Path:
+    path = shared / "tiny.yaml"
+    with only_one(shared, "recipe"):
+        path.write_text(RECIPE.format(output=shared / "run", model=tiny_model, chats=chats), encoding="utf-8")
     return path
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tiny_recipe: Path) -> Path:
-    """The run folder of two training steps."""
-    done = run_cli("train", tiny_recipe)
-    assert done.returncode == 0, done.stderr
-    return tiny_recipe.parent / "run"
+def shared_run(shared: Path, tiny_recipe: Path) -> Path:
+    """The run folder of two training steps. Tests read it; `tiny_run` is a copy to write to."""
+    folder = shared / "run"
+    with only_one(shared, "run"):
+        if not folder.exists():
+            done = run_cli("train", tiny_recipe)
+            assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def tiny_run(shared_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(shared_run, tmp_path / "tiny-run"))

@@ -52,7 +52,7 @@ def test_train_writes_a_run_folder(tiny_run: Path) -> None:
 
 def test_train_again_does_nothing_more(tiny_recipe: Path, tiny_run: Path, call: Call) -> None:
     weights = (tiny_run / "final" / "model.safetensors").read_bytes()
-    done = call("train", tiny_recipe)
+    done = call("train", tiny_recipe, f"output={tiny_run}")
     assert done.returncode == 0, done.stderr
     assert (tiny_run / "final" / "model.safetensors").read_bytes() == weights
     assert "\x1b" not in done.stdout
@@ -81,7 +81,7 @@ def test_train_explains_what_is_wrong(
     overrides: list[str], parts: list[str], tiny_recipe: Path, tiny_run: Path, call: Call
 ) -> None:
     before = (tiny_run / "metrics.jsonl").read_bytes()
-    check_readable_failure(call("train", tiny_recipe, *overrides), *parts)
+    check_readable_failure(call("train", tiny_recipe, f"output={tiny_run}", *overrides), *parts)
     assert (tiny_run / "metrics.jsonl").read_bytes() == before
 
 
@@ -122,8 +122,10 @@ def test_train_saves_on_sigterm_and_goes_on(tiny_recipe: Path, tmp_path: Path, c
     assert "saved" in out
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     assert (output / "checkpoints" / f"step-{steps[-1]}").is_dir()
-    done = call("train", tiny_recipe, *overrides, f"train.steps={steps[-1] + 1}", "train.final=none")
+    done = call("train", tiny_recipe, *overrides, f"train.steps={steps[-1] + 1}")
     assert done.returncode == 0, done.stderr
+    # A resumed run exports everything that an undisturbed one does.
+    assert {"tokenizer.json", "generation_config.json"} <= {path.name for path in (output / "final").iterdir()}
     assert f"step-{steps[-1]}" in done.stdout
 
 

@@ -38,7 +38,9 @@ def test_sdpa_equals_eager(lengths, window, heads, widths, with_sink, seed):
     result = forward_backward(q, k, v, sink, dout, layout=layout, window=window, backend="sdpa")
     for name, reference in expected.items():
         assert result[name].dtype == reference.dtype
-        assert relative_error(result[name], reference) < 2e-6, name
+        # Measured against fp64: up to 1.5e-6 for dk and dv, which one matrix product sums over all rows and heads of a
+        # group. dsink, one number per head, is a sum of signed terms that can cancel: up to 6e-6, the reference too.
+        assert relative_error(result[name], reference) < (2e-5 if name == "dsink" else 3e-6), name
 
 
 @pytest.mark.parametrize(("window", "lengths"), [(128, [700, 300, 200]), (None, [1100, 90]), (600, [1200])])
@@ -49,7 +51,7 @@ def test_sdpa_equals_eager_at_the_real_widths(window, lengths):
     expected = forward_backward(q, k, v, sink, dout, layout=layout, window=window, backend="eager", scale=scale)
     result = forward_backward(q, k, v, sink, dout, layout=layout, window=window, backend="sdpa", scale=scale)
     for name, reference in expected.items():
-        assert relative_error(result[name], reference) < 2e-6, name
+        assert relative_error(result[name], reference) < 2e-6, name  # sums over 192 products and 1,200 keys
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -81,7 +83,8 @@ def test_packed_equals_separate_documents(window, backend):
         start += length
     for name in ("out", "dq", "dk", "dv"):
         assert relative_error(packed[name], torch.cat([result[name] for result in separate])) < 1e-6, name
-    assert relative_error(packed["dsink"], torch.stack([result["dsink"] for result in separate]).sum(0)) < 1e-6
+    dsink = torch.stack([result["dsink"] for result in separate]).sum(0)
+    assert relative_error(packed["dsink"], dsink) < 1e-5  # signed terms that cancel, added in another order
 
 
 @pytest.mark.parametrize("backend", available_backends())

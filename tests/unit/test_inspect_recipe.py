@@ -69,6 +69,13 @@ def test_samples_are_shown_with_their_mask(recipe: Path, colour: bool) -> None:
     assert not (recipe.parent / "run").exists()
 
 
+def test_a_terminal_without_colour_gets_brackets(recipe: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system="truecolor", no_color=True, width=200)
+    run_inspect(recipe, 1, 400, console)
+    assert out.getvalue().count("⟦") == 1
+
+
 def test_the_shown_samples_are_the_first_of_the_first_epoch(recipe: Path) -> None:
     from automimo.training.recipe_file import load_recipe
     from automimo.training.setup import load_data, load_fitting_tokenizer

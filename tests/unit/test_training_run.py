@@ -33,7 +33,7 @@ data:
     - {kind: text, path: DATA/train.jsonl}
   validation:
     - {kind: text, path: DATA/held.jsonl}
-  sequence_length: 40
+  sequence_length: 48
 optim: {lr: 0.01, warmup_steps: 2}
 train: {steps: 8, batch: 4, micro_batch: 2, evaluate_every: 4, save_every: 2, final: fp32}
 """
@@ -265,7 +265,7 @@ def test_a_recipe_that_no_longer_fits_says_what_changed(base: Path, whole: Path)
     with pytest.raises(TrainingError) as error:
         run(base, whole, "optim.lr=0.5", "data.sequence_length=64", "train.keep=7")
     message = str(error.value)
-    assert "optim.lr: 0.01 -> 0.5" in message and "data.sequence_length: 40 -> 64" in message
+    assert "optim.lr: 0.01 -> 0.5" in message and "data.sequence_length: 48 -> 64" in message
     assert "train.keep" not in message
     assert (whole / "recipe.yaml").read_bytes() == before
 
@@ -297,16 +297,17 @@ def test_resume_never_and_from_a_path(base: Path, tmp_path: Path, whole: Path):
 
 def test_epochs_end_with_everything_saved(base: Path, tmp_path: Path):
     """The rows of one epoch do not fill the last step; nothing is lost and the schedule ends there."""
-    printed = run(base, tmp_path / "a", "train.steps=null", "train.epochs=1", "train.save_every=0")
+    epoch = ("train.steps=null", "train.epochs=1", "train.batch=8")
+    printed = run(base, tmp_path / "a", *epoch, "train.save_every=0", "optim.warmup_steps=0")
     steps = [row for row in rows(tmp_path / "a") if "loss" in row]
     per_epoch = int(re.search(r"rows +(\d+) per epoch", printed)[1])
-    assert len(steps) == -(-per_epoch // 4) and per_epoch % 4
+    assert len(steps) == -(-per_epoch // 8) and per_epoch % 8
     targets = sum(row["tokens"] for row in steps)
     assert f"{targets:,} of them targets" in printed
     assert (tmp_path / "a" / "checkpoints" / f"step-{len(steps)}").is_dir()
     assert (tmp_path / "a" / "final" / "model.safetensors").is_file()
     with pytest.raises(ConfigError, match=r"optim.warmup_steps: 90 leaves nothing"):
-        run(base, tmp_path / "b", "train.steps=null", "train.epochs=1", "optim.warmup_steps=90")
+        run(base, tmp_path / "b", *epoch, "optim.warmup_steps=90")
 
 
 # --- things that go wrong --------------------------------------------------------------------------------------------
@@ -443,3 +444,21 @@ def test_a_signal_saves_and_the_run_goes_on(base: Path, tmp_path: Path, whole: P
     assert process.returncode == 0
     assert_same_state(state_of(out, 8), state_of(whole, 8))
     assert timeless(out) == timeless(whole)
+
+
+# --- settings that reach the model -----------------------------------------------------------------------------------
+
+
+def test_the_balance_loss_acts_on_the_router_and_not_on_the_reported_loss(base: Path, tmp_path: Path):
+    few = ("train.steps=3", "train.final=none", "moe.bias_update_speed=0.0")
+    run(base, tmp_path / "a", *few)
+    run(base, tmp_path / "b", *few, "moe.aux_loss=5.0")
+    (plain, balanced) = ([row for row in rows(tmp_path / name) if "loss" in row] for name in "ab")
+    assert balanced[0]["loss"] == plain[0]["loss"] and balanced[0]["grad_norm"] > plain[0]["grad_norm"]
+    assert balanced[2]["loss"] != plain[2]["loss"]
+
+
+def test_the_window_is_that_of_the_recipe_also_in_the_export(base: Path, tmp_path: Path, whole: Path):
+    run(base, tmp_path / "a", "model.window=3", "train.steps=3")
+    assert rows(tmp_path / "a")[0]["validation_loss"] != rows(whole)[0]["validation_loss"]
+    assert MiMoV2FlashForCausalLM.from_pretrained(str(tmp_path / "a" / "final")).config.sliding_window == 3

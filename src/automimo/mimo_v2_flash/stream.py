@@ -159,7 +159,6 @@ def _documents(mask_BS: Tensor) -> tuple[Tensor | None, Tensor | None]:
     previous = torch.nn.functional.pad(mask_BS[:, :-1], (1, 0))
     real = (mask_BS > 0).flatten()
     starts = ((mask_BS > 0) & (mask_BS != previous)).flatten()
-    starts[::length] = real[::length]
     row_ids = torch.arange(batch, device=mask_BS.device).repeat_interleave(length) * (mask_BS.max() + 1)
     documents = (row_ids + mask_BS.flatten())[real].unique().numel()
     if int(starts.sum()) != documents:

@@ -81,7 +81,7 @@ def _sum_rows(y_ND: Tensor, row_TK: Tensor, weights_TK: Tensor | None) -> Tensor
 
 
 class _Dispatch(torch.autograd.Function):
-    """index_select whose backward gathers as well; PyTorch's own adds up atomically on a GPU, and in bf16."""
+    """index_select whose backward gathers as well; on a GPU, PyTorch's own adds up in whatever order threads arrive."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, token_N: Tensor, row_TK: Tensor) -> Tensor:
@@ -160,8 +160,11 @@ def expert_mlp(x_ND: Tensor, counts_E: Tensor, gate_up_EDI: Tensor, down_EID: Te
 
 
 def _fits_grouped(x_ND: Tensor, *weights: Tensor) -> bool:
-    """grouped_mm takes these dtypes only, and rows of a multiple of 16 bytes. Zero rows leave nothing to group."""
-    if x_ND.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x_ND.shape[0] == 0:
+    """Whether grouped_mm takes these: its dtypes, rows of a multiple of 16 bytes, and at least one of them."""
+    dtypes = {torch.bfloat16}
+    if x_ND.device.type == "cpu":  # elsewhere it promises no more than bf16
+        dtypes |= {torch.float32, torch.float16}
+    if x_ND.dtype not in dtypes or x_ND.shape[0] == 0:
         return False
     return all(width * w.element_size() % 16 == 0 for w in weights for width in w.shape[1:])
 
