@@ -13,16 +13,10 @@ from torch import Tensor
 
 from automimo.attention import KVCache
 from automimo.backend import BackendConfig
-from automimo.errors import CheckpointError, ConfigError, DataError
-from automimo.mimo_v2_flash.config import MiMoV2Config, MiMoV2FlashConfig
-from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM, MiMoV2ForCausalLM
+from automimo.errors import ConfigError, DataError
+from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM, model_class_of
 from automimo.mimo_v2_flash.source import resolve_folder
 from automimo.mimo_v2_flash.tokenizer import load_tokenizer
-
-MODEL_CLASSES: dict[str, type[MiMoV2FlashForCausalLM]] = {
-    MiMoV2FlashConfig.model_type: MiMoV2FlashForCausalLM,
-    MiMoV2Config.model_type: MiMoV2ForCausalLM,
-}
 
 
 @dataclass(frozen=True)
@@ -163,8 +157,7 @@ def load_model(
 ) -> MiMoV2FlashForCausalLM:
     """The model of a checkpoint folder or Hub id, of the class its config.json asks for."""
     folder = resolve_folder(name_or_path, revision)
-    model_class = MODEL_CLASSES[_model_type(folder)]
-    return model_class.from_pretrained(str(folder), dtype=dtype, backend=backend, revision=revision)
+    return model_class_of(folder).from_pretrained(str(folder), dtype=dtype, backend=backend, revision=revision)
 
 
 def load_chat(name_or_path: str | Path, *, dtype: torch.dtype | None = None, revision: str | None = None) -> Chat:
@@ -185,16 +178,3 @@ def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     ids = declared if isinstance(declared, list) else [declared]
     ids = [*ids, tokenizer.eos_token_id, tokenizer.pad_token_id]
     return tuple(sorted({token for token in ids if token is not None}))
-
-
-def _model_type(folder: Path) -> str:
-    path = folder / "config.json"
-    try:
-        model_type = json.loads(path.read_text(encoding="utf-8")).get("model_type")
-    except (OSError, json.JSONDecodeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: cannot be read as a config ({error}); pass a checkpoint folder") from error
-    if model_type not in MODEL_CLASSES:
-        raise CheckpointError(
-            f"{path}: model_type is {model_type!r}; AutoMiMo reads {' and '.join(map(repr, MODEL_CLASSES))}"
-        )
-    return str(model_type)

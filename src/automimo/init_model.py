@@ -20,8 +20,9 @@ from automimo.checkpoint import TensorEntry, publish_folder, write_checkpoint, w
 from automimo.errors import CheckpointError, ConfigError
 from automimo.machine import GIB, free_disk_bytes, memory_bytes
 from automimo.mimo_v2_flash.config import MiMoV2Config, MiMoV2FlashConfig
-from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM, MiMoV2ForCausalLM
+from automimo.mimo_v2_flash.model import MODEL_CLASSES, MiMoV2FlashForCausalLM, model_class_of
 from automimo.mimo_v2_flash.presets import preset_config
+from automimo.mimo_v2_flash.source import read_config
 from automimo.mimo_v2_flash.tokenizer import build_tokenizer, load_tokenizer, save_tokenizer, special_token_ids
 
 # Presets that get a tokenizer of their own; the others share the released one, which cannot be made up and is copied.
@@ -89,7 +90,7 @@ def init_model(
 def run_init(folder: Path, preset: str, *, seed: int, tokenizer_folder: Path | None) -> int:
     """The verb `init`: make the folder and say what is in it."""
     init_model(folder, preset, seed=seed, tokenizer_folder=tokenizer_folder)
-    model = _meta_model(MiMoV2FlashConfig.from_pretrained(folder))
+    model = _meta_model(read_config(folder, model_class_of(folder).config_class))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     dtype = str(model.config.dtype).removeprefix("torch.")
     print(f"{folder}: preset {preset}, seed {seed}, {parameters:,} parameters in {dtype}")
@@ -182,9 +183,8 @@ def model_parts(model: MiMoV2FlashForCausalLM) -> dict[str, nn.Module]:
 
 
 def _meta_model(config: MiMoV2FlashConfig) -> MiMoV2FlashForCausalLM:
-    model_class = MiMoV2ForCausalLM if isinstance(config, MiMoV2Config) else MiMoV2FlashForCausalLM
     with torch.device("meta"):
-        return model_class.from_config(config)
+        return MODEL_CLASSES[config.model_type].from_config(config)
 
 
 def _check_resources(target: Path, model: MiMoV2FlashForCausalLM, dtype: torch.dtype) -> None:

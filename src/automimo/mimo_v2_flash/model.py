@@ -20,22 +20,24 @@ from automimo.attention import KVCache
 from automimo.backend import BackendConfig
 from automimo.checkpoint import CheckpointReader, HFCheckpointingMixin, TensorEntry, write_text_atomic
 from automimo.checkpoint.mixin import Checkpointer, Tokenizer
-from automimo.errors import ConfigError
+from automimo.errors import CheckpointError, ConfigError
 from automimo.mimo_v2_flash.backbone import MiMoV2FlashBlock, MiMoV2FlashModel
 from automimo.mimo_v2_flash.config import MiMoV2Config, MiMoV2FlashConfig, dtype_name
 from automimo.mimo_v2_flash.lm_head import LMHead
-from automimo.mimo_v2_flash.source import read_config, resolve_folder
+from automimo.mimo_v2_flash.source import config_values, read_config, resolve_folder
 from automimo.mimo_v2_flash.state_dict_adapter import MiMoV2FlashStateDictAdapter
 from automimo.mimo_v2_flash.weights import checkpoint_entries, load_weights
 from automimo.moe import MoEConfig
 
 __all__ = [
+    "MODEL_CLASSES",
     "MiMoV2FlashBlock",
     "MiMoV2FlashForCausalLM",
     "MiMoV2FlashModel",
     "MiMoV2ForCausalLM",
     "TieSupport",
     "compute_lm_head_logits",
+    "model_class_of",
 ]
 
 
@@ -292,6 +294,25 @@ def compute_lm_head_logits(
     hidden_states = hidden_states[kept] if is_thd else hidden_states[:, kept]
     logits = hidden_states if lm_head is None else lm_head(hidden_states)
     return CausalLMOutputWithPast(logits=logits.unsqueeze(0) if is_thd else logits)
+
+
+MODEL_CLASSES: dict[str, type[MiMoV2FlashForCausalLM]] = {
+    MiMoV2FlashConfig.model_type: MiMoV2FlashForCausalLM,
+    MiMoV2Config.model_type: MiMoV2ForCausalLM,
+}
+
+
+def model_class_of(folder: Path) -> type[MiMoV2FlashForCausalLM]:
+    """The class that a checkpoint folder's `model_type` asks for.
+
+    Raises CheckpointError when config.json cannot be read or is of another family.
+    """
+    model_type = config_values(folder).get("model_type")
+    if model_type not in MODEL_CLASSES:
+        raise CheckpointError(
+            f"{folder}: model_type is {model_type!r}; AutoMiMo reads {' and '.join(map(repr, MODEL_CLASSES))}"
+        )
+    return MODEL_CLASSES[model_type]
 
 
 ModelClass = MiMoV2FlashForCausalLM

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
@@ -44,6 +45,12 @@ def read_config(folder: Path, config_class: type[MiMoV2FlashConfig]) -> MiMoV2Fl
 
     Raises CheckpointError when there is no readable config.json, ConfigError when it contradicts itself.
     """
+    config: MiMoV2FlashConfig = config_class.from_dict(config_values(folder), name_or_path=str(folder))
+    return config
+
+
+def config_values(folder: Path) -> dict[str, Any]:
+    """What config.json of a checkpoint folder says, as it stands. Raises CheckpointError when it cannot be read."""
     path = folder / "config.json"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -53,5 +60,4 @@ def read_config(folder: Path, config_class: type[MiMoV2FlashConfig]) -> MiMoV2Fl
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: holds a {type(values).__name__} where a JSON object is expected")
-    config: MiMoV2FlashConfig = config_class.from_dict(values, name_or_path=str(folder))
-    return config
+    return values

@@ -14,10 +14,9 @@ from automimo.backend import BackendConfig
 from automimo.checkpoint import publish_folder, write_text_atomic
 from automimo.data import DataStream, LoadReport, load_examples
 from automimo.errors import ConfigError
-from automimo.generate import MODEL_CLASSES
 from automimo.init_model import TRAINED_TOKENIZER, init_model
-from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
-from automimo.mimo_v2_flash.source import resolve_folder
+from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM, model_class_of
+from automimo.mimo_v2_flash.source import config_values, resolve_folder
 from automimo.mimo_v2_flash.tokenizer import load_tokenizer
 from automimo.moe import moe_layers
 from automimo.training.recipe import DataSection, Recipe
@@ -99,7 +98,7 @@ def _stream(settings: DataSection, examples: list, seed: int, epochs: int | None
 def load_fitting_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a model folder. Raises ConfigError when it has ids that the model has no embedding for."""
     tokenizer = load_tokenizer(folder)
-    size = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("vocab_size", len(tokenizer))
+    size = config_values(folder).get("vocab_size", len(tokenizer))
     if len(tokenizer) > size:
         raise ConfigError(f"{folder}: the tokenizer has {len(tokenizer):,} tokens, the model's vocab_size is {size:,}")
     return tokenizer
@@ -111,11 +110,8 @@ def build_model(recipe: Recipe, folder: Path, *, load_weights: bool, device: tor
     Without `load_weights` (resume, or the meta device) its values are arbitrary. Raises ConfigError, CheckpointError.
     """
     moe = recipe.moe
-    model_type = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-    if model_type not in MODEL_CLASSES:
-        raise ConfigError(f"{folder}: model_type is {model_type!r}, expected one of {', '.join(MODEL_CLASSES)}")
     with device:
-        model = MODEL_CLASSES[model_type].from_pretrained(
+        model = model_class_of(folder).from_pretrained(
             str(folder),
             dtype=torch.float32,
             load_weights=load_weights,
