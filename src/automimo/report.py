@@ -182,7 +182,7 @@ def _draw(metrics: Metrics, title: str, path: Path) -> None:
     axes.legend(frameon=False)
     axes.spines["top"].set_visible(False)
     rate.spines["top"].set_visible(False)
-    figure.savefig(path, format="png")
+    figure.savefig(path, format="png", metadata={"Software": None})
 
 
 def model_card(run: Path, *, parameters: int | None = None, active_parameters: int | None = None) -> str:

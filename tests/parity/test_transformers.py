@@ -77,7 +77,9 @@ def relative(ours: Tensor, reference: Tensor) -> float:
     return float(difference if norm == 0 else difference / norm)
 
 
-@pytest.mark.parametrize("backend", [BackendConfig(), BackendConfig(attn="eager", experts="torch")], ids=["fast", "plain"])
+@pytest.mark.parametrize(
+    "backend", [BackendConfig(), BackendConfig(attn="eager", experts="torch")], ids=["fast", "plain"]
+)
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
 def test_logits_and_all_gradients_in_fp32(changes: dict[str, Any], backend: BackendConfig) -> None:
     model = random_model(changes, backend, torch.float32)

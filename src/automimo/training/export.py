@@ -20,6 +20,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def export_final(
     folder: RunFolder,
+    source: Path,
     model: MiMoV2FlashForCausalLM,
     masters: MasterWeights,
     size: ModelSize,
@@ -28,7 +29,7 @@ def export_final(
 ) -> bool:
     """Publish `final/` from the fp32 masters, stored as `kind`; False if it is there already for this step and dtype.
 
-    Tokenizer, generation config and tensors that were not trained come from the folder the run started from. An older
+    Tokenizer, generation config and tensors that were not trained come from `source`, the folder the run started from. An older
     `final/` (of fewer steps) is replaced when the new one is complete on disk.
     """
     mark = json.dumps({"step": step, "dtype": kind}) + "\n"
@@ -40,7 +41,7 @@ def export_final(
 
     def write(temporary: Path) -> None:
         with masters.in_model():
-            model.save_pretrained(temporary, dtype=DTYPES[kind])
+            model.save_pretrained(temporary, dtype=DTYPES[kind], source=source)
         shutil.copyfile(picture, temporary / picture.name)
         # The card of the model that the run started from may have been carried along; this one replaces it.
         write_text_atomic(temporary / "README.md", f"{card.rstrip()}\n\n![Loss of the run]({picture.name})\n")

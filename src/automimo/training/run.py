@@ -112,11 +112,13 @@ def _train(recipe: Recipe, folder: RunFolder, console: Console) -> int:
         if stop:
             _say(console, f"stopped  at step {state.step}, saved; run the same command to go on")
             return stop.exit_code
-        _finish(recipe, folder, console, state, size)
+        _finish(recipe, folder, source, console, state, size)
     return 0
 
 
-def _finish(recipe: Recipe, folder: RunFolder, console: Console, state: TrainingState, size: ModelSize) -> None:
+def _finish(
+    recipe: Recipe, folder: RunFolder, source: Path, console: Console, state: TrainingState, size: ModelSize
+) -> None:
     """Picture, export and the last line; does only what is not done yet."""
     if state.skipped:
         _say(console, f"skipped  {state.skipped} steps without a target")
@@ -126,7 +128,7 @@ def _finish(recipe: Recipe, folder: RunFolder, console: Console, state: Training
         _say(console, f"done     {state.step} steps; {folder.metrics}, {picture}, checkpoints in {folder.checkpoints}")
         return
     assert isinstance(state.model, MiMoV2FlashForCausalLM)  # made by build_model
-    new = export_final(folder, state.model, state.masters, size, state.step, kind)
+    new = export_final(folder, source, state.model, state.masters, size, state.step, kind)
     _say(console, f"done     {state.step} steps; model in {folder.final}{'' if new else ' (was complete already)'}")
 
 
