@@ -29,8 +29,8 @@ def export_final(
 ) -> bool:
     """Publish `final/` from the fp32 masters, stored as `kind`; False if it is there already for this step and dtype.
 
-    Tokenizer, generation config and tensors that were not trained come from `source`, the folder the run started from. An older
-    `final/` (of fewer steps) is replaced when the new one is complete on disk.
+    Tokenizer, generation config and tensors that were not trained come from `source`, the folder the run started from.
+    An older `final/` (of fewer steps) is replaced when the new one is complete on disk.
     """
     mark = json.dumps({"step": step, "dtype": kind}) + "\n"
     found = folder.final / EXPORT_MARK

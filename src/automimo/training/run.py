@@ -2,6 +2,7 @@
 
 from contextlib import closing
 from functools import partial
+from pathlib import Path
 
 import torch
 from rich.console import Console
