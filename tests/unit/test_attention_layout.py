@@ -58,7 +58,7 @@ def test_bad_windows():
 def seen_pairs(layout, window, group):
     """How often the tiles compute each visible pair, int [T, T]; pairs with a bias of -inf do not count."""
     total = torch.zeros(layout.total, layout.total, dtype=torch.int64)
-    for chunk in _chunks(layout.tiles(window), group):
+    for chunk in _chunks(layout.tiles(window), group, torch.float32):
         scores = torch.zeros(chunk.shape)
         chunk.add_bias(scores)
         assert ((scores == 0) | (scores == float("-inf"))).all()
@@ -95,9 +95,9 @@ def test_many_short_documents_need_no_loop_per_document():
     lengths = [1 + n % 100 for n in range(600)]
     layout = build_layout(bounds(lengths), window=16)
     for window in (None, 16):
-        assert sum(1 for _ in _chunks(layout.tiles(window), 4)) < 60
+        assert sum(1 for _ in _chunks(layout.tiles(window), 4, torch.float32)) < 60
     ones = build_layout(list(range(2001)), window=128)
-    assert sum(1 for _ in _chunks(ones.tiles(None), 4)) < 10
+    assert sum(1 for _ in _chunks(ones.tiles(None), 4, torch.float32)) < 10
 
 
 class LargestTensor(TorchDispatchMode):
