@@ -3,8 +3,9 @@
 The public names below are imported on first use, each from its own module.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from automimo.lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -77,11 +78,7 @@ __all__ = [
     "write_report",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOME)
 
 
 def __dir__() -> list[str]:

@@ -13,10 +13,9 @@ import pytest
 
 from tests.cli.conftest import REPOSITORY
 
-# The recipe as shipped but for its length. With a save every third step and 20 moments drawn over a whole run, kills
+# The recipe as shipped but for its length. With a save every third step and moments drawn over a whole run, kills
 # fall into saves, evaluations and the export as well.
 SHORTER = ("train.steps=12", "train.save_every=3", "train.evaluate_every=6", "optim.warmup_steps=2")
-KILLS = 20
 
 
 def start(output: Path) -> subprocess.Popen[bytes]:
@@ -42,14 +41,17 @@ def outcome(output: Path) -> tuple[dict[str, str], list[tuple[int, object]]]:
     return files, [(row["step"], row.get("loss", row.get("validation_loss"))) for row in rows]
 
 
-@pytest.mark.slow
-def test_killed_anywhere_and_run_again_ends_with_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kills",
+    [pytest.param(20, marks=pytest.mark.slow), pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(0)])],
+)
+def test_killed_anywhere_and_run_again_ends_with_the_same_weights(tmp_path: Path, kills: int) -> None:
     undisturbed = start(tmp_path / "whole")
     assert undisturbed.wait(600) == 0
-    generator = random.Random(0)
+    generator = random.Random(kills)
     killed = 0
     output = tmp_path / "killed"
-    for _ in range(KILLS):
+    for _ in range(kills):
         process = start(output)
         try:
             # The whole run takes 25-60 s here; most moments lie where progress from earlier tries is met again.

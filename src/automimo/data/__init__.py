@@ -3,8 +3,9 @@
 Names are imported on first use, so that a recipe can be read without torch and transformers.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from automimo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from automimo.data.batches import Batch, DataStream, collate
@@ -53,8 +54,4 @@ __all__ = [
     "render_chat",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOME)

@@ -3,8 +3,9 @@
 The names below are imported on first use, so that importing this package loads neither torch nor transformers.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from automimo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from automimo.mimo_v2_flash.config import MiMoV2Config, MiMoV2FlashConfig
@@ -29,12 +30,4 @@ __all__ = [
     "MiMoV2ForCausalLM",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+__getattr__ = lazy_names(__name__, _HOME)

@@ -3,8 +3,9 @@
 Names are loaded on first use, so that `MoEConfig` can be had without importing torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from automimo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from automimo.moe.config import EXPERT_BACKENDS, SCORE_FUNCTIONS, MoEConfig
@@ -59,8 +60,4 @@ __all__ = [
     "update_router_biases",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOME_OF)

@@ -3,8 +3,9 @@
 Names are imported on first use, so that reading a recipe imports no torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from automimo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from automimo.training.recipe import Recipe
@@ -20,8 +21,4 @@ _HOME = {
 }
 __all__ = ["Recipe", "dump_recipe", "load_recipe", "parse_recipe", "run_training"]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = lazy_names(__name__, _HOME)
