@@ -6,10 +6,12 @@ parsed. Anything else is not a promise and is left alone.
 """
 
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -91,6 +93,10 @@ def run_command(words: list[str], root: Path, call: Callable[..., Completed]) ->
     if short[0] == "make":
         assert short[1] in make_targets(), f"the Makefile has no target {short[1]}"
         return
+    if short[0] == "python" and short[1].startswith("benchmarks/"):
+        script = [sys.executable, str(REPOSITORY / short[1]), *short[2:]]
+        subprocess.run(script, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return
     assert short[0] == "automimo", f"{shlex.join(words)}: no test knows how to run this"
     if short[1] == "init":
         shutil.rmtree(root / short[2], ignore_errors=True)
@@ -98,7 +104,13 @@ def run_command(words: list[str], root: Path, call: Callable[..., Completed]) ->
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+# The benchmarks take a minute even with --quick.
+SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(p, marks=SLOW if p.name == "benchmarks.md" else [], id=p.name) for p in DOCUMENTS]
+)
 def test_every_command_runs(
     path: Path, root: Path, call: Callable[..., Completed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
