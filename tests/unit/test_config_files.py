@@ -508,3 +508,11 @@ def test_a_window_changed_after_reading_saves_no_contradiction(window: int, tmp_
     assert MiMoV2FlashConfig.from_pretrained(tmp_path).sliding_window == window
     # transformers agrees: either it finds no size, or one less than the window.
     assert NativeConfig.from_pretrained(tmp_path).sliding_window == window
+
+
+def test_a_saved_file_does_not_say_where_the_config_came_from(tmp_path: Path) -> None:
+    MiMoV2FlashConfig(num_hidden_layers=2).save_pretrained(tmp_path / "first")
+    MiMoV2FlashConfig.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
+    first, second = ((tmp_path / name / "config.json").read_text() for name in ("first", "second"))
+    assert first == second
+    assert str(tmp_path) not in second

@@ -227,7 +227,8 @@ class MiMoV2FlashConfig(PretrainedConfig):
     def to_diff_dict(self) -> dict[str, Any]:
         """What is written to config.json: `to_dict` without transformers' own unchanged defaults.
 
-        Our own keys are written even at their default, since readers' defaults differ from each other.
+        Our own keys are written even at their default, since readers' defaults differ from each other. The folder that
+        the config was read from is left out: it says nothing about the model, and something about the machine.
         """
         generic = PretrainedConfig().to_dict()
         always = {"transformers_version", "model_type", "tie_word_embeddings"}
@@ -235,7 +236,12 @@ class MiMoV2FlashConfig(PretrainedConfig):
         return {
             key: value
             for key, value in self.to_dict().items()
-            if key in always or not ((key in generic and generic[key] == value) or (key in absent and value is None))
+            if key in always
+            or not (
+                key == "_name_or_path"
+                or (key in generic and generic[key] == value)
+                or (key in absent and value is None)
+            )
         }
 
 
