@@ -38,7 +38,7 @@ install-test: $(VENV)/.installed-test
 
 quickstart: install
 	$(BIN)/automimo train recipes/quickstart.yaml
-	$(BIN)/automimo generate $(RUN)/final --prompt 'Explain `lambda`.' --max-new-tokens 80
+	$(BIN)/automimo generate $(RUN)/final --prompt 'Explain `lambda`.' --max-new-tokens 80 --temperature 0.5 --top-p 0.9 --seed 1
 	$(BIN)/python -m automimo.compare $(RUN)/final
 
 check: install-test

@@ -90,7 +90,7 @@ def verb(function: Callable[P, int | None]) -> Callable[P, None]:
 def init(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to make; must not exist, or be empty.")],
     preset: Annotated[str, typer.Option(help="Name of the preset, for example tiny or flash.")],
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the weights.")] = 0,
     tokenizer: Annotated[Path | None, typer.Option(help="Folder whose tokenizer files are copied.")] = None,
 ) -> int:
     """Make a model folder with new weights from a preset."""

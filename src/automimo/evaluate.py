@@ -84,7 +84,7 @@ def guess_kind(path: Path) -> SourceKind:
         first = next((line for line in file if line.strip()), b"")
     try:
         keys = json.loads(first.removeprefix(b"\xef\xbb\xbf"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return "hf" if path.suffix == ".json" else "chat"  # the reader names the line and what is wrong with it
     if isinstance(keys, dict) and "messages" in keys:
         return "chat"

@@ -13,10 +13,13 @@ from torch import Tensor
 
 from automimo.attention import KVCache
 from automimo.backend import BackendConfig
-from automimo.errors import ConfigError, DataError
+from automimo.errors import CheckpointError, ConfigError, DataError
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM, model_class_of
 from automimo.mimo_v2_flash.source import resolve_folder
 from automimo.mimo_v2_flash.tokenizer import load_tokenizer
+
+# logits / temperature must stay finite in fp32, where it ends at 3e38.
+LOWEST_TEMPERATURE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,16 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
             raise ConfigError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
+        if self.temperature != 0 and not self.temperature >= LOWEST_TEMPERATURE:
+            raise ConfigError(
+                f"temperature must be 0 (greedy) or at least {LOWEST_TEMPERATURE:g}, got {self.temperature}"
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if self.top_k < 0:
             raise ConfigError(f"top_k must be 0 (all) or more, got {self.top_k}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(f"seed must fit in 64 bits, got {self.seed}")
 
 
 @torch.no_grad()
@@ -56,7 +63,7 @@ def generate(
     All prompts run as one packed stream, then one token per unfinished sequence and step. Sliding layers keep only
     their window. `on_token` is called with (index of the prompt, id) for every new token.
 
-    Raises DataError for an empty prompt.
+    Raises DataError for an empty prompt, CheckpointError for logits that are not finite.
     """
     if not prompts or not all(prompts):
         raise DataError("generate: a prompt has no tokens; pass at least one token per prompt")
@@ -78,6 +85,10 @@ def generate(
     results: list[list[int]] = [[] for _ in prompts]
     alive = list(range(len(prompts)))
     for step in range(sampling.max_new_tokens):
+        if not torch.isfinite(logits).all():
+            raise CheckpointError(
+                "the model's logits are not finite: its weights are broken, or too large for its dtype"
+            )
         chosen = choose(logits, sampling, generator)
         kept = []
         for row, token in enumerate(chosen.tolist()):
@@ -128,10 +139,21 @@ class Chat:
     stop_ids: tuple[int, ...]
 
     def prompt_ids(self, messages: list[dict[str, Any]], *, thinking: bool = True) -> list[int]:
-        """Token ids of a conversation up to where the assistant begins, by the checkpoint's own template."""
-        rendered = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, enable_thinking=thinking, tokenize=False
-        )
+        """Token ids of a conversation up to where the assistant begins, by the checkpoint's own template.
+
+        Raises DataError: there is no template, it fails, or the conversation is not text that UTF-8 can hold.
+        """
+        if not self.tokenizer.chat_template:
+            raise DataError("the tokenizer has no chat template; put chat_template.jinja into the model folder")
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, enable_thinking=thinking, tokenize=False
+            )
+            rendered.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise DataError(f"the prompt is not UTF-8 text ({error.object[error.start]!r}); retype it") from error
+        except Exception as error:  # a template is a program of its own, and may raise whatever it likes
+            raise DataError(f"the chat template of the tokenizer failed: {error}; mend chat_template.jinja") from error
         return list(self.tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
     def answer(

@@ -1,7 +1,7 @@
 """Loss on held-out data."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -9,6 +9,8 @@ from torch import nn
 from automimo.data.batches import Batch
 from automimo.errors import TrainingError
 from automimo.moe import reset_expert_load
+
+SHOWN_ORIGINS = 8
 
 
 @torch.no_grad()
@@ -32,7 +34,10 @@ def evaluate(
             losses.append(batch_loss(model, batch.to(device), loss_chunk).item())
             targets += batch.valid_targets
             if not math.isfinite(losses[-1]):
-                raise TrainingError(f"the validation loss is {losses[-1]} for the documents {', '.join(batch.origins)}")
+                raise TrainingError(
+                    f"the held-out loss is {losses[-1]} for the documents {shown_origins(batch.origins)}; look at these "
+                    "documents, and whether the weights of the model are finite"
+                )
         return math.fsum(losses) / targets
     finally:
         model.train(was_training)
@@ -50,3 +55,9 @@ def batch_loss(model: nn.Module, batch: Batch, loss_chunk: int) -> torch.Tensor:
         loss_chunk=loss_chunk,
     ).loss
     return loss
+
+
+def shown_origins(origins: Sequence[str]) -> str:
+    """The first documents of a batch, for a message; a packed batch can hold hundreds."""
+    more = f" and {len(origins) - SHOWN_ORIGINS} more" if len(origins) > SHOWN_ORIGINS else ""
+    return ", ".join(origins[:SHOWN_ORIGINS]) + more

@@ -91,7 +91,7 @@ class DataSection(Section):
     overflow: Literal["error", "drop", "split"] = Field(
         default="error", description="what to do with an example longer than a row"
     )
-    seed: int = Field(default=0, ge=0, description="seed of the shuffle and the packing")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of the shuffle and the packing")
 
 
 class OptimGroup(Section):
@@ -133,7 +133,9 @@ class TrainSection(Section):
     epochs: int | None = Field(default=None, ge=1, description="passes over the training data; this or `steps`")
     batch: int = Field(default=8, ge=1, description="packed rows per optimizer step")
     micro_batch: int = Field(default=1, ge=1, description="rows per forward pass; divides `batch`")
-    seed: int = Field(default=0, ge=0, description="seed of new weights and of everything random but the data order")
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="seed of new weights and of everything random but the data order"
+    )
     evaluate_every: int = Field(
         default=0, ge=0, description="steps between evaluations, the first before step 1; 0 = only at the end"
     )

@@ -133,6 +133,8 @@ def _read_yaml(text: str, name: str) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from error
     except (YAMLError, ValueError) as error:
         raise ConfigError(f"{name}: not valid YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{name}: nested too deeply for a recipe") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{name}: a recipe is a mapping of keys to values, not {_show(values)}")
     lines: dict[str, int] = {}

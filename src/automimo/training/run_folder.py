@@ -11,7 +11,7 @@ OUTPUT/loss.png
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,10 +48,12 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder and hold it alone; a killed process lets go of it by itself.
+        """Make the folder and hold it alone; a killed process lets go of it by itself. A folder that was made here and
+        is still empty at the end (a mistake in the recipe stopped the run) is removed again.
 
         Raises TrainingError when another process holds it, ConfigError when it cannot be made.
         """
+        made = not self.root.exists()
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -68,6 +70,9 @@ class RunFolder:
                 pass  # a network disk without locks
             yield
         finally:
+            if made:
+                with suppress(OSError):  # not empty
+                    self.root.rmdir()
             os.close(descriptor)
 
 

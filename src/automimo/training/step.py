@@ -10,11 +10,9 @@ from torch import nn
 from automimo.data.batches import Batch
 from automimo.errors import TrainingError
 from automimo.moe import expert_load, load_metrics, reset_expert_load, set_aux_loss_scale, update_router_biases
-from automimo.training.evaluation import batch_loss
+from automimo.training.evaluation import batch_loss, shown_origins
 from automimo.training.optimizer import clip_gradients, gradient_norm, set_learning_rate
 from automimo.training.precision import MasterWeights
-
-SHOWN_ORIGINS = 8
 
 
 @dataclass(frozen=True)
@@ -96,21 +94,16 @@ def _blame(
             mean = loss / batch.valid_targets if batch.valid_targets else loss
             lines.append(
                 f"micro-batch {number} of {len(micro_batches)}: loss {mean:g}, gradient norm {norm:g}, documents "
-                + _shown(batch.origins)
+                + shown_origins(batch.origins)
             )
     masters.zero_grad()
     reset_expert_load(model)
     if not lines:
         origins = [origin for batch in micro_batches for origin in batch.origins]
-        lines = [f"every micro-batch is finite by itself, their sum is not; documents {_shown(origins)}"]
+        lines = [f"every micro-batch is finite by itself, their sum is not; documents {shown_origins(origins)}"]
     return (
         f"step {step}: the loss or the gradient is not finite; stopped before the update, so the weights are those of "
         f"step {step - 1} and the last checkpoint is good.\n  "
         + "\n  ".join(lines)
         + "\nLook at these documents (automimo inspect RECIPE), or lower optim.lr, and run again."
     )
-
-
-def _shown(origins: Sequence[str]) -> str:
-    more = f" and {len(origins) - SHOWN_ORIGINS} more" if len(origins) > SHOWN_ORIGINS else ""
-    return ", ".join(origins[:SHOWN_ORIGINS]) + more
