@@ -196,7 +196,19 @@ def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     The released config.json declares only <|im_end|> although <|endoftext|> ends answers as well.
     """
     path = folder / "generation_config.json"
-    declared = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    declared = _generation_config(path).get("eos_token_id") if path.is_file() else None
     ids = declared if isinstance(declared, list) else [declared]
+    if any(token is not None and type(token) is not int for token in ids):
+        raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, is {declared!r}")
     ids = [*ids, tokenizer.eos_token_id, tokenizer.pad_token_id]
     return tuple(sorted({token for token in ids if token is not None}))
+
+
+def _generation_config(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: cannot be read as JSON: {error}; mend or remove it") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object; mend or remove it")
+    return values

@@ -1,6 +1,7 @@
 """Every verb does its work for real, and fails with one message."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -167,6 +168,50 @@ def test_generate_refuses_bad_sampling(options: list[str], message: str, tiny_mo
 def test_generate_names_a_folder_that_is_no_model(tmp_path: Path, call: Call) -> None:
     check_readable_failure(call("generate", tmp_path / "nope", "--prompt", "Hi"), "no such folder", "nope")
     check_readable_failure(call("generate", tmp_path, "--prompt", "Hi"), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("chat_template.jinja", None, "has no chat template"),
+        ("chat_template.jinja", "{{ x", "chat template of the tokenizer failed"),
+        ("chat_template.jinja", '{{ raise_exception("no") }}', "chat template of the tokenizer failed: no"),
+        ("generation_config.json", "{", "generation_config.json: cannot be read as JSON"),
+        ("generation_config.json", "[]", "generation_config.json: must hold a JSON object"),
+        ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id must be a token id"),
+    ],
+)
+def test_generate_names_a_broken_side_file(
+    name: str, content: str | None, message: str, tiny_model: Path, tmp_path: Path, call: Call
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_text(content)
+    done = call("generate", folder, "--prompt", "Hi", "--max-new-tokens", "1")
+    check_readable_failure(done, message)
+    assert done.stderr.startswith("error: ")
+
+
+def test_generate_refuses_a_prompt_that_is_no_text(tiny_model: Path, call: Call) -> None:
+    """What Python makes of the byte 0xff on a command line."""
+    done = call("generate", tiny_model, "--prompt", "\udcff", "--max-new-tokens", "1")
+    check_readable_failure(done, "error: the prompt is not UTF-8 text")
+
+
+def test_generate_with_a_closed_stdout_still_works(tiny_model: Path) -> None:
+    command = '"$0" -m automimo generate "$1" --prompt Hi --max-new-tokens 1 >&-'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable, tiny_model], capture_output=True, timeout=170, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_a_run_that_never_began_leaves_no_folder(tiny_recipe: Path, tmp_path: Path, call: Call) -> None:
+    done = call("train", tiny_recipe, f"output={tmp_path / 'run'}", f"data.train.0.path={tmp_path / 'none.jsonl'}")
+    check_readable_failure(done, "none.jsonl: no such file")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_evaluate_agrees_with_a_plain_loop(tiny_run: Path, chats: Path, call: Call) -> None:

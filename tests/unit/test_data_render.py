@@ -215,6 +215,7 @@ def test_a_plain_chatml_template_with_newlines_after_turns_works():
         (HEAD + TURN + "<|im_end|>" + TAIL, "rendered a stray"),
         (HEAD + "<|im_start|>{{ m.role }}\n{{ m.content }}" + TAIL, "rendered a stray|did not close turn"),
         (HEAD + "{{ raise_exception('no way') }}" + TAIL, "the chat template failed: no way"),
+        (HEAD + "{{ 1 // 0 }}" + TURN + TAIL, "the chat template failed: "),
         (HEAD + TURN + "{%- endfor -%}", "expected '<.im_start.>assistant"),
         (HEAD + "[INST]{{ m.content }}[/INST]{%- endfor -%}", "expected '<.im_start.>assistant"),
     ],
@@ -222,6 +223,16 @@ def test_a_plain_chatml_template_with_newlines_after_turns_works():
 def test_templates_that_do_not_keep_turns_apart_are_refused(template, message):
     with pytest.raises(DataError, match=message):
         render_chat(ChatRecord(CHAT, None, "c:3"), with_template(template))
+
+
+def test_tool_arguments_too_deep_for_a_template_are_named(tokenizer):
+    deep: dict[str, object] = {}
+    for _ in range(700):
+        deep = {"a": deep}
+    calls = [{"type": "function", "function": {"name": "f", "arguments": deep}}]
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    with pytest.raises(DataError, match="c:4"):
+        render_chat(ChatRecord(messages, None, "c:4"), tokenizer)
 
 
 def test_errors_name_the_record(tokenizer):

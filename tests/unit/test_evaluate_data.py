@@ -34,6 +34,7 @@ def test_every_document_is_in_one_batch_and_whole() -> None:
         ("a.jsonl", '\n{"messages": []}\n', "chat"),
         ("a.jsonl", '\ufeff{"text": "x"}\n', "text"),
         ("a.jsonl", "not json\n", "chat"),
+        ("a.jsonl", "[" * 100_000 + "\n", "chat"),
         ("a.json", '{"messages": []}\n', "chat"),
         ("a.json", '[\n{"messages": []}]\n', "hf"),
         ("a.parquet", "PAR1", "hf"),

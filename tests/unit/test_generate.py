@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from automimo.attention import KVCache
-from automimo.errors import ConfigError, DataError
+from automimo.errors import CheckpointError, ConfigError, DataError
 from automimo.generate import Sampling, choose, generate
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
 from automimo.mimo_v2_flash.presets import preset_config
@@ -106,6 +106,29 @@ def test_a_seed_repeats_and_another_differs(model: MiMoV2FlashForCausalLM) -> No
 def test_wrong_requests_are_refused(model: MiMoV2FlashForCausalLM) -> None:
     with pytest.raises(DataError, match="no tokens"):
         generate(model, [[1], []], Sampling(), stop_ids=())
-    for wrong in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"top_k": -1}):
+    for wrong in (
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": 1e-320},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"seed": 2**64},
+    ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             Sampling(**wrong)
+
+
+def test_the_lowest_temperature_is_greedy() -> None:
+    logits = torch.tensor([[-300.0, 300.0, 299.0]])
+    assert choose(logits, Sampling(temperature=1e-6, seed=0), torch.Generator()).tolist() == [1]
+
+
+def test_broken_weights_are_no_answer(model: MiMoV2FlashForCausalLM) -> None:
+    good = model.lm_head.weight.data.clone()
+    model.lm_head.weight.data[3, 0] = float("nan")
+    try:
+        with pytest.raises(CheckpointError, match="not finite"):
+            generate(model, [[1, 2]], Sampling(), stop_ids=())
+    finally:
+        model.lm_head.weight.data.copy_(good)

@@ -166,6 +166,8 @@ lr: 3
         ("model=tiny", "must be a mapping of keys to values, is 'tiny'"),
         ("model.window=0", "must be at least 1"),
         ("model.train='*'", "must be a list"),
+        ("train.seed=9223372036854775808", "train.seed (command line): must be less than"),
+        ("data.seed=9223372036854775808", "data.seed (command line): must be less than"),
         ("output=''", "must not be empty"),
         ("output=null", "must be text, is null"),
         ("lora.rank=8", "lora"),
@@ -198,6 +200,7 @@ def test_missing_keys_are_all_named():
         ("- 1\n", "a mapping of keys to values, not [1]"),
         ("", "a mapping of keys to values, not null"),
         ("output: !!python/object/apply:os.system [x]\n", "line 1: not valid YAML"),
+        ("a: " + "[" * 5000, "nested too deeply"),
         ("output: &a [*a]\nmodel: {preset: tiny}\n", "must be text"),
     ],
 )

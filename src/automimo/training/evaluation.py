@@ -35,8 +35,8 @@ def evaluate(
             targets += batch.valid_targets
             if not math.isfinite(losses[-1]):
                 raise TrainingError(
-                    f"the held-out loss is {losses[-1]} for the documents {shown_origins(batch.origins)}; look at these "
-                    "documents, and whether the weights of the model are finite"
+                    f"the validation loss is {losses[-1]} for the documents {shown_origins(batch.origins)}; look "
+                    "at them, and whether the weights of the model are finite"
                 )
         return math.fsum(losses) / targets
     finally:
