@@ -72,8 +72,8 @@ def random_model(changes: dict[str, Any], backend: BackendConfig, dtype: torch.d
 
 def relative(ours: Tensor, reference: Tensor) -> float:
     """Norm of the difference in units of the reference's norm; an all-zero reference demands zero."""
-    difference = (ours.double() - reference.double()).norm()
-    norm = reference.double().norm()
+    difference = (ours.detach().double() - reference.detach().double()).norm()
+    norm = reference.detach().double().norm()
     return float(difference if norm == 0 else difference / norm)
 
 

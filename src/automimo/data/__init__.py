@@ -54,4 +54,4 @@ __all__ = [
     "render_chat",
 ]
 
-__getattr__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -30,4 +30,4 @@ __all__ = [
     "MiMoV2ForCausalLM",
 ]
 
-__getattr__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

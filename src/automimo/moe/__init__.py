@@ -60,4 +60,4 @@ __all__ = [
     "update_router_biases",
 ]
 
-__getattr__ = lazy_names(__name__, _HOME_OF)
+__getattr__, __dir__ = lazy_names(__name__, _HOME_OF)

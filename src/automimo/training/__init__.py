@@ -21,4 +21,4 @@ _HOME = {
 }
 __all__ = ["Recipe", "dump_recipe", "load_recipe", "parse_recipe", "run_training"]
 
-__getattr__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -101,9 +101,15 @@ def _blame(
     if not lines:
         origins = [origin for batch in micro_batches for origin in batch.origins]
         lines = [f"every micro-batch is finite by itself, their sum is not; documents {shown_origins(origins)}"]
+    if step == 1:
+        weights = "those that it started from"
+        remedy = "Check that the weights of the model are finite, look at these documents"
+    else:
+        weights = f"those of step {step - 1} and the last checkpoint is good"
+        remedy = "Look at these documents"
     return (
-        f"step {step}: the loss or the gradient is not finite; stopped before the update, so the weights are those of "
-        f"step {step - 1} and the last checkpoint is good.\n  "
+        f"step {step}: the loss or the gradient is not finite; stopped before the update, so the weights are {weights}."
+        + "\n  "
         + "\n  ".join(lines)
-        + "\nLook at these documents (automimo inspect RECIPE), or lower optim.lr, and run again."
+        + f"\n{remedy} (automimo inspect RECIPE), or lower optim.lr, and run again."
     )
