@@ -405,8 +405,8 @@ def kill_at(process: subprocess.Popen, text: str, delay: float, number: signal.S
 def killed_run_ends_the_same(base: Path, tmp_path: Path, whole: Path, kills: list[tuple[str, float]]) -> None:
     path, out = write_recipe(base, tmp_path)
     ends = [kill_at(child(path), text, delay, signal.SIGKILL) for text, delay in kills]
-    # The last kills may come after the end; the first one must have hit.
-    assert ends[0] == -signal.SIGKILL and set(ends) <= {-signal.SIGKILL, 0}
+    # A kill may come after the end of the run, but not all of them.
+    assert -signal.SIGKILL in ends and set(ends) <= {-signal.SIGKILL, 0}
     process = child(path)
     process.communicate(timeout=120)
     assert process.returncode == 0
