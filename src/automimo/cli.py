@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, ParamSpec
+from typing import Annotated, Literal, ParamSpec
 
 import typer
 
@@ -17,6 +17,11 @@ from automimo import __version__
 from automimo.cli_errors import exit_code_of
 
 P = ParamSpec("P")
+# Repeated from mimo_v2_flash.storage, which imports torch.
+Target = Literal["bf16", "fp8", "mxfp4"]
+Layout = Literal["split", "fused"]
+SourceLayout = Literal["split", "fused", "contiguous"]
+VScales = Literal["strip", "own"]
 DEBUG = "--debug"
 
 
@@ -154,14 +159,26 @@ def evaluate(
 
 @verb
 def inspect(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Recipe file (YAML).")],
-    samples: Annotated[int, typer.Option(min=1, help="How many samples to show.")] = 3,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each sample to show.")] = 400,
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Recipe file (YAML), checkpoint folder or Hub id.")],
+    samples: Annotated[int, typer.Option(min=1, help="Of a recipe: how many samples to show.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Of a recipe: tokens of each sample to show.")] = 400,
+    source_layout: Annotated[SourceLayout | None, typer.Option(help="Of a folder: what its files do not tell.")] = None,
+    source_tp: Annotated[int | None, typer.Option(min=1, help="Of a folder: shards of its fused attention.")] = None,
+    flash_v_scales: Annotated[VScales, typer.Option(help="Of a folder: how V2-Flash scales V.")] = "strip",
 ) -> int:
-    """Show the first samples of a recipe and their loss mask."""
-    from automimo.inspect_recipe import run_inspect
+    """Show samples of a recipe, or what a checkpoint holds.
 
-    return run_inspect(path, samples, max_tokens)
+    Of a recipe: its first samples and their loss mask. Of a checkpoint: how it is stored and what is wrong with it; the
+    exit code is 1 when something is.
+    """
+    if Path(path).is_file() or path.endswith((".yaml", ".yml")):
+        from automimo.inspect_recipe import run_inspect
+
+        return run_inspect(Path(path), samples, max_tokens)
+    from automimo.inspect_checkpoint import run_inspect_checkpoint
+    from automimo.mimo_v2_flash.storage import SourceOptions
+
+    return run_inspect_checkpoint(path, SourceOptions(source_layout, source_tp, flash_v_scales))
 
 
 @verb

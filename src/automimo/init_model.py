@@ -76,7 +76,7 @@ def init_model(
 
     def write(temporary: Path) -> None:
         write_checkpoint(temporary, PartwiseWeights(model, seed, stored).entries())
-        model.write_config(temporary, stored)
+        model.write_config(temporary, None, stored)
         if tokenizer_folder is not None:
             _copy_tokenizer(Path(tokenizer_folder), temporary)
         elif tokenizer is not None:
@@ -140,7 +140,7 @@ class PartwiseWeights:
 
     def entries(self) -> list[TensorEntry]:
         """What to write, in the order of the model; a tensor exists only while it is being written."""
-        planned = self._model.checkpoint_entries(None, self._dtype)
+        planned = self._model.checkpoint_entries(self._dtype)
         return [TensorEntry(e.key, e.dtype, e.shape, partial(self._produce, e.key)) for e in planned]
 
     def _produce(self, key: str) -> Any:
@@ -154,7 +154,7 @@ class PartwiseWeights:
                 self._make(names[skipped], skipped)
                 self._drop()
             self._make(wanted, position)
-            made = self._model.checkpoint_entries(None, self._dtype)
+            made = self._model.checkpoint_entries(self._dtype)
             self._made = {entry.key: entry for entry in made if entry.key.startswith(f"{wanted}.")}
         return self._made[key].produce()
 
@@ -189,7 +189,7 @@ def _meta_model(config: MiMoV2FlashConfig) -> MiMoV2FlashForCausalLM:
 
 def _check_resources(target: Path, model: MiMoV2FlashForCausalLM, dtype: torch.dtype) -> None:
     """Refuse before the first byte is written, with the numbers."""
-    disk = sum(entry.nbytes for entry in model.checkpoint_entries(None, dtype))
+    disk = sum(entry.nbytes for entry in model.checkpoint_entries(dtype))
     free = free_disk_bytes(target)
     if disk > free:
         raise CheckpointError(

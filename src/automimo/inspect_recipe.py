@@ -8,7 +8,6 @@ from rich.text import Text
 
 from automimo.data import Example, SourceReport, colour_loss_mask
 from automimo.data.show import SUPERVISED_STYLE
-from automimo.errors import ConfigError
 from automimo.training.recipe_file import load_recipe
 from automimo.training.run_folder import RunFolder
 from automimo.training.setup import load_data, load_fitting_tokenizer, model_folder
@@ -23,8 +22,6 @@ def run_inspect(path: Path, samples: int, max_tokens: int, console: Console | No
     At most `max_tokens` tokens of each are shown. Green (in plain text: between ⟦ and ⟧) is what the loss is computed
     on; dim is context. Nothing is written. Raises ConfigError for a `path` that is no recipe, and what loading raises.
     """
-    if path.is_dir():
-        raise ConfigError(f"{path}: is a folder; this version inspects recipes (a .yaml file), not checkpoint folders")
     console = console or Console(highlight=False)
     recipe = load_recipe(path)
     with model_folder(recipe, RunFolder(recipe.folder), write=False) as folder:

@@ -265,9 +265,26 @@ def test_inspect_cuts_long_samples(tiny_recipe: Path, call: Call) -> None:
     assert "sample 2" not in done.stdout
 
 
-def test_inspect_refuses_what_is_no_recipe(tiny_model: Path, tmp_path: Path, call: Call) -> None:
-    check_readable_failure(call("inspect", tiny_model), "is a folder", "inspects recipes")
+def test_inspect_says_what_a_folder_is(tiny_model: Path, tmp_path: Path, call: Call) -> None:
+    done = run_cli("inspect", tiny_model)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "\x1b" not in done.stdout
+    assert "attention     split (q_proj, k_proj, v_proj)\n" in done.stdout
+    assert done.stdout.endswith("no problems\n")
+    # A folder with problems is reported in full on stdout; only the exit code tells.
+    done = call("inspect", tiny_model, "--source-tp", "2", "--flash-v-scales", "own")
+    assert done.returncode == 1
+    assert "source layout: said to be fused, but there is no qkv_proj" in done.stdout
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_model, broken)
+    (broken / "config.json").unlink()
+    check_readable_failure(call("inspect", broken), "has no config.json", str(broken))
+
+
+def test_inspect_refuses_what_is_neither_recipe_nor_checkpoint(tmp_path: Path, call: Call) -> None:
     check_readable_failure(call("inspect", tmp_path / "none.yaml"), "no such recipe file")
+    check_readable_failure(call("inspect", tmp_path / "none"), "no such folder", "Hub id")
 
 
 def test_report_draws_the_picture_again(tiny_run: Path) -> None:

@@ -1,7 +1,6 @@
 """`save_pretrained` through a small model that knows only the two methods of the protocol; the adapter base."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,16 @@ from torch import nn
 
 from automimo.checkpoint import (
     CheckpointReader,
+    FolderContents,
     HFCheckpointingMixin,
+    PlannedTensor,
     StateDictAdapter,
-    TensorEntry,
-    raw_entry,
+    Unit,
+    dtype_name,
     tensor_entry,
     write_checkpoint,
 )
+from automimo.checkpoint.mixin import Layout
 from automimo.errors import CheckpointError
 
 
@@ -28,14 +30,22 @@ class Model(HFCheckpointingMixin, nn.Module):
         super().__init__()
         self.w = nn.Parameter(torch.arange(6.0).reshape(2, 3))
 
-    def checkpoint_entries(self, source: CheckpointReader | None, dtype: torch.dtype | None) -> Sequence[TensorEntry]:
+    def folder_contents(
+        self, source: CheckpointReader | None, dtype: torch.dtype | None, layout: Layout
+    ) -> FolderContents:
         stored = dtype or self.w.dtype
-        own = [TensorEntry("w", stored, (2, 3), lambda: self.w.to(stored))]
-        carried = [key for key in source.tensors if key.startswith("mtp.")] if source is not None else []
-        return own + [raw_entry(source, key) for key in carried if source is not None]
+        units = [Unit((PlannedTensor("w", dtype_name(stored), (2, 3)),), lambda: [self.w.to(stored)], 0)]
+        if source is not None:
+            units += [unit_of(source, key) for key in source.tensors if key.startswith("mtp.")]
+        return FolderContents(units, {"from": "source"} if layout == "source" else {})
 
-    def write_config(self, folder: Path, dtype: torch.dtype | None) -> None:
+    def write_config(self, folder: Path, source: Path | None, dtype: torch.dtype | None, layout: Layout) -> None:
         (folder / "config.json").write_text(json.dumps({"dtype": str(dtype or self.w.dtype)}))
+
+
+def unit_of(reader: CheckpointReader, key: str) -> Unit:
+    info = reader.info(key)
+    return Unit((PlannedTensor(key, info.dtype, info.shape),), lambda: [reader.iter_bytes(key)], info.nbytes)
 
 
 class Tokenizer:
@@ -81,6 +91,16 @@ def test_carries_tensors_and_side_files_of_the_source(tmp_path: Path, source: Pa
         assert b"".join(map(bytes, out.iter_bytes("mtp.x"))) == b"".join(map(bytes, original.iter_bytes("mtp.x")))
 
 
+def test_the_layout_of_the_source(tmp_path: Path, source: Path) -> None:
+    Model().save_pretrained(tmp_path / "out", source=source, layout="source")
+    with CheckpointReader(tmp_path / "out") as out:
+        assert out.metadata == {"from": "source", "total_size": 24 + 40}
+    for wrong in ({"layout": "source"}, {"layout": "source", "source": source, "dtype": torch.bfloat16}):
+        with pytest.raises(CheckpointError, match="give source, no dtype"):
+            Model().save_pretrained(tmp_path / "other", **wrong)
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_tokenizer_wins_over_that_of_the_source(tmp_path: Path, source: Path) -> None:
     Model().save_pretrained(tmp_path / "out", tokenizer=Tokenizer(), source=source)
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "new"
@@ -124,7 +144,7 @@ def test_a_model_without_the_protocol_cannot_be_made_and_unknown_options_are_err
     class Incomplete(HFCheckpointingMixin, nn.Module):
         pass
 
-    with pytest.raises(TypeError, match="checkpoint_entries"):
+    with pytest.raises(TypeError, match="folder_contents"):
         Incomplete()  # type: ignore[abstract]
     with pytest.raises(TypeError, match="safe_serialisation"):
         Model().save_pretrained(tmp_path / "out", safe_serialisation=True)  # type: ignore[call-arg]

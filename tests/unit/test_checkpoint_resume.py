@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from automimo.checkpoint import load_step, newest_step, save_step
-from automimo.checkpoint.resume import step_folders
+from automimo.checkpoint.resume import step_folders, tidy_steps
 from automimo.checkpoint.safetensors_file import TORCH_DTYPES
 from automimo.errors import CheckpointError
 
@@ -351,3 +352,13 @@ def test_damage_names_the_file_and_the_way_out(tmp_path: Path, case: str) -> Non
 def test_loading_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="step-1: no such folder"):
         load_step(tmp_path / "step-1")
+
+
+def test_tidying_after_a_kill_that_followed_the_last_save(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_one(tmp_path, step)
+    half_deleted = tmp_path / f".step-0.del-{socket.gethostname().replace('-', '_')}-{2**22 + 1}-0123abcd"
+    half_deleted.mkdir()
+    tidy_steps(tmp_path / "absent", keep=2)
+    tidy_steps(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]

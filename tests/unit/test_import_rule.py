@@ -26,11 +26,14 @@ ALLOWED: dict[str, set[str]] = {
     "fp32": set(),
     "machine": set(),
     "moe": {"fp32"},
+    "quantization": set(),
     "backend": set(),
     # Data knows no model and no training.
     "data": set(),
     # The model stands on the ground floor, what uses it stands on the model.
-    "mimo_v2_flash": {"attention", "backend", "checkpoint", "fp32", "moe"},
+    "mimo_v2_flash": {"attention", "backend", "checkpoint", "fp32", "moe", "quantization"},
+    "convert": {"checkpoint", "mimo_v2_flash"},
+    "inspect_checkpoint": {"checkpoint", "mimo_v2_flash"},
     "generate": {"attention", "backend", "mimo_v2_flash"},
     "init_model": {"checkpoint", "data", "machine", "mimo_v2_flash"},
     "report": set(),
@@ -46,8 +49,8 @@ ALLOWED: dict[str, set[str]] = {
     "inspect_recipe": {"data", "training"},
     "cli_errors": set(),
     "cli": {
-        *("answer", "cli_errors", "doctor", "evaluate", "generate", "init_model", "inspect_recipe", "report"),
-        "training",
+        *("answer", "cli_errors", "convert", "doctor", "evaluate", "generate", "init_model", "inspect_checkpoint"),
+        *("inspect_recipe", "mimo_v2_flash", "report", "training"),
     },
     "__main__": {"cli"},
 }

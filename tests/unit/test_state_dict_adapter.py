@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from tiny_text import tiny_config, tiny_model
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from automimo.backend import BackendConfig
 from automimo.checkpoint import StateDictAdapter
 from automimo.errors import CheckpointError
-from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM, MiMoV2ForCausalLM
+from automimo.mimo_v2_flash.model import MODEL_CLASSES, MiMoV2FlashForCausalLM, MiMoV2ForCausalLM
 from automimo.mimo_v2_flash.presets import preset_config
 from automimo.mimo_v2_flash.state_dict_adapter import MiMoV2FlashStateDictAdapter
 
@@ -198,16 +195,10 @@ def converted_state() -> tuple[MiMoV2FlashForCausalLM, dict[str, Tensor]]:
     return model, dict(model.state_dict_adapter.to_hf(model.state_dict()))
 
 
-def test_quantisation_is_refused() -> None:
-    model = make()
-    with pytest.raises(CheckpointError, match="quantization=True"):
-        model.state_dict_adapter.to_hf(model.state_dict(), quantization=True, for_checkpoint_load=True)
-
-
 @pytest.mark.parametrize(
     ("key", "tensor", "words"),
     [
-        ("model.layers.0.self_attn.qkv_proj.weight", torch.zeros(4, 4), ["qkv_proj.weight", "fused", "split layout"]),
+        ("model.layers.0.self_attn.qkv_proj.weight", torch.zeros(4, 4), ["qkv_proj.weight", "checkpoint_tp_size"]),
         (
             "model.layers.0.mlp.up_proj.weight",
             torch.zeros(48, 32).to(torch.float8_e4m3fn),
@@ -255,19 +246,74 @@ def test_experts_for_a_model_without_them() -> None:
         dense.state_dict_adapter.from_hf(converted)
 
 
-def test_sharded_tensors_and_meshes_are_refused(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        model, converted = converted_state()
-        name = "model.layers.1.mlp.experts.down_projs"
-        sharded = distribute_tensor(model.state_dict()[name], mesh, [Shard(0)])
-        with pytest.raises(CheckpointError, match=f"{name} is sharded"):
-            model.state_dict_adapter.to_hf({name: sharded})
-        with pytest.raises(CheckpointError, match="mesh"):
-            model.state_dict_adapter.from_hf(converted, device_mesh=mesh)
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.parametrize(
+    ("layout", "store"), [("split", None), ("split", "fp8"), ("fused_qkv", "fp8"), ("fused_qkv", "mxfp4")]
+)
+def test_the_config_says_how_the_checkpoint_is_stored(layout: str, store: str | None) -> None:
+    quantised = {} if store is None else {"quantization_config": {"quant_method": "fp8", "store_dtype": store}}
+    model = make(attention_projection_layout=layout, checkpoint_tp_size=1, **quantised)
+    adapter = model.state_dict_adapter
+    assert adapter._uses_fused_qkv_checkpoint == (layout == "fused_qkv")
+    assert adapter.supports_write_through_checkpoint_load == (store is None)
+    if store == "mxfp4":  # 16 columns of a down projection are no group of 32
+        with pytest.raises(CheckpointError, match=r"down_proj\.weight: MXFP4 needs an input divisible by 32"):
+            adapter.to_hf(model.state_dict(), quantization=True, for_checkpoint_load=True)
+        with pytest.raises(CheckpointError, match=r"down_proj\.weight: MXFP4 needs columns in groups of 32"):
+            adapter.to_hf(model.state_dict(), quantization=True)
+        return
+    converted = adapter.to_hf(model.state_dict(), quantization=store is not None)
+    assert any("qkv_proj" in key for key in converted) == (layout == "fused_qkv")
+    assert any(key.endswith("weight_scale_inv") for key in converted) == (store is not None)
+    assert not any(key.endswith("weight_scale") for key in converted)
+    # Without `quantization` it is the split layout, whatever the checkpoint is.
+    assert adapter.to_hf(model.state_dict()).keys() == make().state_dict_adapter.to_hf(make().state_dict()).keys()
+
+
+# Shapes of the released files, under the keys that each layout has of its own.
+RELEASED: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {
+    "flash": {
+        "layers.0.self_attn.q_proj.weight": ((12288, 4096), "float8_e4m3fn"),
+        "layers.0.self_attn.q_proj.weight_scale_inv": ((96, 32), "float32"),
+        "layers.0.self_attn.k_proj.weight_scale_inv": ((8, 32), "float32"),
+        "layers.0.self_attn.v_proj.weight_scale_inv": ((4, 32), "float32"),
+        "layers.1.self_attn.k_proj.weight_scale_inv": ((12, 32), "float32"),
+        "layers.1.self_attn.v_proj.weight_scale_inv": ((8, 32), "float32"),
+    },
+    "v2.5": {
+        "layers.0.self_attn.qkv_proj.weight": ((13568, 4096), "float8_e4m3fn"),
+        "layers.0.self_attn.qkv_proj.weight_scale_inv": ((108, 32), "float32"),
+        "layers.1.self_attn.qkv_proj.weight": ((14848, 4096), "float8_e4m3fn"),
+        "layers.1.self_attn.qkv_proj.weight_scale_inv": ((116, 32), "float32"),
+        "layers.1.mlp.experts.255.down_proj.weight_scale_inv": ((32, 16), "float32"),
+    },
+    "v2.6-flash": {
+        "layers.1.self_attn.qkv_proj.weight_scale_inv": ((116, 32), "float32"),
+        "layers.1.mlp.experts.255.up_proj.weight": ((2048, 2048), "uint8"),
+        "layers.1.mlp.experts.255.up_proj.weight_scale": ((2048, 128), "uint8"),
+        "layers.1.mlp.experts.255.down_proj.weight": ((4096, 1024), "uint8"),
+        "layers.1.mlp.experts.255.down_proj.weight_scale": ((4096, 64), "uint8"),
+    },
+    "v2.6-pro": {
+        "layers.0.self_attn.qkv_proj.weight": ((27136, 6144), "float8_e4m3fn"),
+        "layers.1.self_attn.qkv_proj.weight_scale_inv": ((216, 48), "float32"),
+        "layers.0.mlp.down_proj.weight_scale_inv": ((48, 128), "float32"),
+        "layers.1.mlp.experts.383.gate_proj.weight": ((2048, 3072), "uint8"),
+        "layers.1.mlp.experts.383.gate_proj.weight_scale": ((2048, 192), "uint8"),
+    },
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_destinations_have_the_shapes_of_the_released_files(name: str) -> None:
+    tp = 8 if name.endswith("pro") else 4
+    settings: dict[str, Any] = {"num_hidden_layers": 2, "hybrid_layer_pattern": [0, 1]}
+    with torch.device("meta"):
+        config = preset_config(name, **settings, checkpoint_tp_size=tp)
+        model = MODEL_CLASSES[config.model_type].from_config(config)
+    destinations = model.state_dict_adapter.to_hf(model.state_dict(), quantization=True, for_checkpoint_load=True)
+    for key, (shape, dtype) in RELEASED[name].items():
+        tensor = destinations[f"model.{key}"]
+        assert (tuple(tensor.shape), str(tensor.dtype)) == (shape, f"torch.{dtype}"), key
 
 
 # -- the package ------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from torch import Tensor
 from automimo.checkpoint import CheckpointReader
 from automimo.errors import CheckpointError, ConfigError
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM, MiMoV2ForCausalLM
+from automimo.mimo_v2_flash.storage import StoredCheckpoint
 from automimo.mimo_v2_flash.weights import load_weights
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -72,15 +73,15 @@ KEY_FAULTS: dict[str, tuple[Callable[[dict[str, Tensor]], object], list[str]]] =
     "a prefix like a carried one": (put("model.mtpx.weight", torch.ones(1)), ["1 unexpected", "model.mtpx.weight"]),
     "fused": (
         lambda tensors: [put("model.layers.0.self_attn.qkv_proj.weight", torch.zeros(68, 32))(tensors)],
-        ["model.layers.0.self_attn.qkv_proj.weight", "fused", "split layout"],
+        ["model.layers.0.self_attn.qkv_proj.weight", "fused", "--source-tp", "--source-layout contiguous"],
     ),
     "FP8": (
         put("model.layers.0.mlp.up_proj.weight", torch.zeros(48, 32).to(torch.float8_e4m3fn)),
-        ["model.layers.0.mlp.up_proj.weight", "F8_E4M3", "BF16"],
+        ["model.layers.0.mlp.up_proj.weight", "F8_E4M3 without its scale"],
     ),
     "MXFP4": (
         put("model.layers.1.mlp.experts.0.up_proj.weight", torch.zeros(16, 16, dtype=torch.uint8)),
-        ["model.layers.1.mlp.experts.0.up_proj.weight", "U8"],
+        ["model.layers.1.mlp.experts.0.up_proj.weight", "U8 without its scale"],
     ),
     "everything at once": (
         lambda tensors: [
@@ -108,7 +109,7 @@ def test_the_keys_are_checked_before_anything_is_filled(tmp_path: Path) -> None:
     model = tiny_model(seed=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with CheckpointReader(folder) as reader, pytest.raises(CheckpointError):
-        load_weights(model, reader)
+        load_weights(model, StoredCheckpoint(reader, model.config))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 

@@ -60,8 +60,8 @@ def carried_tensors() -> dict[str, Tensor]:
 
     return {
         "model.mtp.layers.0.eh_proj.weight": noise(torch.bfloat16, 6, 12),
-        "model.mtp.layers.0.self_attn.qkv_proj.weight": noise(torch.float8_e4m3fn, 10, 7),
-        "model.mtp.layers.0.self_attn.qkv_proj.weight_scale_inv": noise(torch.float32, 1, 1),
+        "model.mtp.layers.0.self_attn.o_proj.weight": noise(torch.float16, 10, 7),
+        "model.mtp.layers.0.final_layernorm.weight": noise(torch.float32, 6),
         "visual.blocks.0.attn.sinks": noise(torch.bfloat16, 5),
         "visual.patch_embed.proj.weight": noise(torch.float16, 2, 3, 2, 2, 2),
         "audio_encoder.projection.mlp.0.weight": noise(torch.float32, 3, 5),

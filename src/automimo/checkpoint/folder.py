@@ -18,11 +18,18 @@ def plain_file(folder: Path, name: str) -> Path:
     Raises CheckpointError for a name with path separators, a missing file, a link that leads out and anything that is
     not a regular file (a pipe would block the reader for ever).
     """
-    if name in ("", ".", "..") or any(char in name for char in "/\\\0") or Path(name).name != name:
-        raise CheckpointError(f"{folder}: {name!r} is not a plain file name; files outside the folder are never read")
+    check_plain_name(folder, name)
     path = folder / name
     check_contained(folder, path)
     return path
+
+
+def check_plain_name(folder: Path, name: str) -> None:
+    """Refuse a name that leads out of `folder` or into a folder below it."""
+    if name in ("", ".", "..") or any(char in name for char in "/\\\0") or Path(name).name != name:
+        raise CheckpointError(
+            f"{folder}: {name!r} is not a plain file name; files outside the folder are never read or written"
+        )
 
 
 def check_contained(root: Path, path: Path) -> None:

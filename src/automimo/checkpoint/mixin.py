@@ -3,23 +3,36 @@
 The part that knows the model is the subclass. It offers two things, and this module the rest (shards, side files,
 publication):
 
-- `checkpoint_entries(source, dtype)`: every tensor of the folder. Its own as `TensorEntry` whose `produce` makes one
-  tensor when its turn comes; those it only carries (MTP, vision, audio) as `raw_entry(source, key)`.
-- `write_config(folder, dtype)`: writes `config.json`.
+- `folder_contents(source, dtype, layout)`: every tensor of the folder, as units that make their tensors when their turn
+  comes: its own, and those it only carries (MTP, vision, audio) from the source.
+- `write_config(folder, source, dtype, layout)`: writes `config.json`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
+from automimo.checkpoint.parallel_writer import Unit, plan_files, write_units
 from automimo.checkpoint.publish import publish_folder
 from automimo.checkpoint.reader import CheckpointReader
 from automimo.checkpoint.side_files import copy_side_files
-from automimo.checkpoint.writer import MAX_SHARD_BYTES, TensorEntry, write_checkpoint
+from automimo.checkpoint.writer import MAX_SHARD_BYTES
+from automimo.errors import CheckpointError
+
+Layout = Literal["split", "source"]
+
+
+@dataclass(frozen=True)
+class FolderContents:
+    """The tensors of a folder to write, and what its index says besides."""
+
+    units: Sequence[Unit]
+    metadata: Mapping[str, Any]
 
 
 class Checkpointer(Protocol):
@@ -36,12 +49,14 @@ class HFCheckpointingMixin(ABC):
     """Gives a model `save_pretrained`. Mixed in before `torch.nn.Module`; does not touch `state_dict`."""
 
     @abstractmethod
-    def checkpoint_entries(self, source: CheckpointReader | None, dtype: torch.dtype | None) -> Sequence[TensorEntry]:
+    def folder_contents(
+        self, source: CheckpointReader | None, dtype: torch.dtype | None, layout: Layout
+    ) -> FolderContents:
         """All tensors of the folder to write; `source` is the open checkpoint to carry tensors from, `dtype` the one to
-        store trained matrices in (None: as they are)."""
+        store trained matrices in (None: as they are), `layout` as in `save_pretrained`."""
 
     @abstractmethod
-    def write_config(self, folder: Path, dtype: torch.dtype | None) -> None:
+    def write_config(self, folder: Path, source: Path | None, dtype: torch.dtype | None, layout: Layout) -> None:
         """Write `config.json` into `folder`."""
 
     def save_pretrained(
@@ -51,6 +66,7 @@ class HFCheckpointingMixin(ABC):
         tokenizer: Tokenizer | None = None,
         *,
         dtype: torch.dtype | None = None,
+        layout: Layout = "split",
         source: str | Path | None = None,
         max_shard_bytes: int = MAX_SHARD_BYTES,
         replace: bool = False,
@@ -59,12 +75,18 @@ class HFCheckpointingMixin(ABC):
         """Write the model as a Hugging Face folder that appears complete or not at all.
 
         `source` is the checkpoint folder the model came from: tensors the model only carries and all side files are
-        copied from it byte for byte. `tokenizer` writes its own files, which then win over those of `source`. An
-        existing, non-empty `save_directory` is refused unless `replace`. With a `checkpointer` everything but
+        copied from it byte for byte. `layout` "split" stores trained matrices plain, in `dtype`; "source" stores them
+        as the source does (layout, quantisation and dtypes). `tokenizer` writes its own files, which then win over
+        those of `source`. An existing, non-empty `save_directory` is refused unless `replace`. With a `checkpointer`
+        everything but
         `peft_config` and `tokenizer` is its business: it is called instead of the built-in writer.
 
         Raises CheckpointError; nothing is left behind then.
         """
+        if layout == "source" and (source is None or dtype is not None):
+            raise CheckpointError(
+                "save_pretrained(layout='source') takes the dtypes of a source: give source, no dtype"
+            )
         if checkpointer is not None:
             checkpointer.save_model(
                 model=self, weights_path=str(save_directory), peft_config=peft_config, tokenizer=tokenizer
@@ -74,9 +96,10 @@ class HFCheckpointingMixin(ABC):
         def write(folder: Path) -> None:
             with ExitStack() as stack:
                 reader = stack.enter_context(CheckpointReader(source)) if source is not None else None
-                entries = self.checkpoint_entries(reader, dtype)
-                write_checkpoint(folder, entries, max_shard_bytes=max_shard_bytes)
-            self.write_config(folder, dtype)
+                contents = self.folder_contents(reader, dtype, layout)
+                files = plan_files(contents.units, max_shard_bytes, index=bool(contents.metadata))
+                write_units(folder, contents.units, files, workers=1, metadata=contents.metadata)
+            self.write_config(folder, None if source is None else Path(source), dtype, layout)
             if tokenizer is not None:
                 tokenizer.save_pretrained(str(folder))
             if source is not None:

@@ -38,17 +38,17 @@ def publish_folder(final: str | Path, write: Callable[[Path], None], *, replace:
     Raises CheckpointError when `final` exists and may not be replaced, or is not a folder.
     """
     target = Path(os.path.abspath(final))  # noqa: PTH100 -- resolve() would follow a link at the last step
-    _check_target(target, replace)
+    check_target(target, replace)
     make_folder(target.parent)
     recover_folder(target)
-    _check_target(target, replace)  # again: there may be a recovered one now
+    check_target(target, replace)  # again: there may be a recovered one now
     temporary = _sibling(target, "tmp")
     make_folder(temporary)
     try:
         with _locked(temporary):
             write(temporary)
-            _fsync_tree(temporary)
-            _check_target(target, replace)  # again: writing may have taken hours
+            fsync_tree(temporary)
+            check_target(target, replace)  # again: writing may have taken hours
             _rename_into_place(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -145,7 +145,8 @@ def _rename_into_place(temporary: Path, target: Path) -> None:
     fsync_folder(target.parent)
 
 
-def _check_target(target: Path, replace: bool) -> None:
+def check_target(target: Path, replace: bool) -> None:
+    """Refuse what cannot become an output folder: a file, a link, a mount point, a filled one unless `replace`."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise CheckpointError(f"{target}: is a file or a link, not a folder; choose another output folder")
     if target.is_mount():
@@ -234,7 +235,8 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
-def _fsync_tree(root: Path) -> None:
+def fsync_tree(root: Path) -> None:
+    """Make a folder with all that is in it durable."""
     for folder, _, names in os.walk(root):
         for name in names:
             path = Path(folder, name)

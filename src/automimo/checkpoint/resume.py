@@ -51,11 +51,23 @@ def save_step(root: str | Path, step: int, tensors: TensorGroups, state: Mapping
     check_free_space(folder, sum(tensor.nbytes for group in tensors.values() for tensor in group.values()))
     final = folder / f"step-{step}"
     publish_folder(final, lambda temporary: _write(temporary, step, tensors, state), replace=True)
+    _prune(folder, keep, step)
+    return final
+
+
+def tidy_steps(root: str | Path, *, keep: int) -> None:
+    """Delete what a kill after the last save left: half deleted checkpoints, and the oldest ones beyond `keep`."""
+    folder = Path(root)
+    if folder.is_dir():
+        remove_stale(folder)
+        _prune(folder, keep, None)
+
+
+def _prune(folder: Path, keep: int, just_written: int | None) -> None:
     if keep:
         for number, path in step_folders(folder)[:-keep]:
-            if number != step:
+            if number != just_written:
                 remove_folder(path)
-    return final
 
 
 def step_folders(root: str | Path) -> list[tuple[int, Path]]:

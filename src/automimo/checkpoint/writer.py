@@ -6,12 +6,12 @@ shard is written under a temporary name, synchronised to disk and renamed; the i
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 import torch
 
@@ -34,6 +34,30 @@ Chunk = bytes | bytearray | memoryview
 Produced = torch.Tensor | Iterable[Chunk]
 
 
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+SizedT = TypeVar("SizedT", bound=_Sized)
+
+
+@dataclass(frozen=True)
+class PlannedTensor:
+    """One tensor of a file that is to be written: its key, safetensors dtype name and shape."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        dtype_name(self.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return tensor_bytes(self.dtype, self.shape)
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """One tensor to write: its key, dtype (torch's, or the safetensors name), shape and how to get it.
@@ -54,6 +78,10 @@ class TensorEntry:
     @property
     def nbytes(self) -> int:
         return tensor_bytes(self.stored_dtype, self.shape)
+
+    @property
+    def planned(self) -> PlannedTensor:
+        return PlannedTensor(self.key, self.stored_dtype, tuple(int(dim) for dim in self.shape))
 
 
 @dataclass(frozen=True)
@@ -96,15 +124,12 @@ def write_checkpoint(
     """
     target = Path(folder)
     planned = list(entries)
-    _check_keys(planned)
+    check_keys(entry.key for entry in planned)
     shards = plan_shards(planned, max_shard_bytes)
     single = len(shards) == 1 and not metadata
-    count = len(shards)
-    names = [SINGLE_FILE] if single else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    names = [SINGLE_FILE] if single else shard_names(len(shards))
     make_folder(target)
-    present = sorted(path.name for path in target.iterdir() if path.name.endswith((".safetensors", INDEX_FILE)))
-    if present:
-        raise CheckpointError(f"{target}: already holds {present[0]}; weights of two checkpoints never share a folder")
+    check_no_other_weights(target, ())
     total = sum(entry.nbytes for entry in planned)
     check_free_space(target, total)
     written: list[Path] = []
@@ -125,11 +150,24 @@ def write_checkpoint(
     return WrittenCheckpoint(target, tuple(names), index, weight_map, total)
 
 
-def plan_shards(entries: Sequence[TensorEntry], max_shard_bytes: int) -> list[list[TensorEntry]]:
+def shard_names(count: int) -> list[str]:
+    """The file names of `count` shards, as Hugging Face numbers them."""
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def check_no_other_weights(folder: Path, expected: Collection[str]) -> None:
+    """Refuse a folder with weight files or an index that are not `expected`."""
+    names = (path.name for path in folder.iterdir() if path.name.endswith((".safetensors", INDEX_FILE)))
+    present = sorted(name for name in names if name not in expected)
+    if present:
+        raise CheckpointError(f"{folder}: already holds {present[0]}; weights of two checkpoints never share a folder")
+
+
+def plan_shards(entries: Sequence[SizedT], max_shard_bytes: int) -> list[list[SizedT]]:
     """Fill shards in order; a new one starts when the next tensor would exceed `max_shard_bytes`."""
     if max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes must be at least 1, got {max_shard_bytes}")
-    shards: list[list[TensorEntry]] = [[]]
+    shards: list[list[SizedT]] = [[]]
     used = 0
     for entry in entries:
         if shards[-1] and used + entry.nbytes > max_shard_bytes:
@@ -147,15 +185,13 @@ def write_safetensors(
 
     `on_bytes` sees every chunk that goes to the file, in order (for a checksum).
     """
-    # Wide dtypes first: with a header of whole 8 bytes every tensor is then aligned to its element, as in files of the
-    # safetensors library.
-    ordered = sorted(entries, key=lambda entry: -TORCH_DTYPES[entry.stored_dtype].itemsize)
+    ordered = sorted(entries, key=lambda entry: byte_order(entry.planned))
     temporary = path.with_name(f".{path.name}.partial")
     try:
         with temporary.open("wb") as file:
-            _write_chunks(file, [_header(ordered)], on_bytes)
+            _write_chunks(file, [header_bytes([entry.planned for entry in ordered])], on_bytes)
             for entry in ordered:
-                _write_chunks(file, _entry_bytes(path, entry), on_bytes)
+                _write_chunks(file, planned_chunks(path, entry.planned, entry.produce()), on_bytes)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -175,29 +211,37 @@ def _write_chunks(file: BinaryIO, chunks: Iterable[Chunk], on_bytes: Callable[[C
             on_bytes(chunk)
 
 
-def _header(entries: Sequence[TensorEntry]) -> bytes:
+def byte_order(tensor: PlannedTensor) -> int:
+    """The sort key of the tensors inside a file; tensors of one width keep the order they have.
+
+    Wide dtypes first: with a header of whole 8 bytes every tensor is then aligned to its element, as in files of the
+    safetensors library.
+    """
+    return -TORCH_DTYPES[tensor.dtype].itemsize
+
+
+def header_bytes(tensors: Sequence[PlannedTensor]) -> bytes:
+    """Everything before the first tensor of a file that holds `tensors` one after the other, in this order."""
     header: dict[str, Any] = {METADATA_KEY: {"format": "pt"}}  # transformers opens only files that say so
     offset = 0
-    for entry in entries:
-        end = offset + entry.nbytes
-        header[entry.key] = {
-            "dtype": entry.stored_dtype,
-            "shape": [int(dim) for dim in entry.shape],
-            "data_offsets": [offset, end],
-        }
+    for tensor in tensors:
+        end = offset + tensor.nbytes
+        header[tensor.key] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     raw += b" " * (-len(raw) % 8)
     return len(raw).to_bytes(LENGTH_BYTES, "little") + raw
 
 
-def _entry_bytes(path: Path, entry: TensorEntry) -> Iterator[Chunk]:
-    """The bytes of one entry, after checking them against its plan."""
-    produced = entry.produce()
+def planned_chunks(path: Path, planned: PlannedTensor, produced: Produced) -> Iterator[Chunk]:
+    """The bytes of one produced tensor, checked against its plan; never more of them than planned.
+
+    Raises CheckpointError with the key and `path`, the file that they are for.
+    """
     if isinstance(produced, torch.Tensor):
-        if dtype_name(produced.dtype) != entry.stored_dtype or tuple(produced.shape) != tuple(entry.shape):
+        if dtype_name(produced.dtype) != planned.dtype or tuple(produced.shape) != planned.shape:
             raise CheckpointError(
-                f"{path}: tensor {entry.key!r} was planned as {entry.stored_dtype} {list(entry.shape)} but came as "
+                f"{path}: tensor {planned.key!r} was planned as {planned.dtype} {list(planned.shape)} but came as "
                 f"{dtype_name(produced.dtype)} {list(produced.shape)}"
             )
         yield from _tensor_chunks(produced.detach())
@@ -205,11 +249,13 @@ def _entry_bytes(path: Path, entry: TensorEntry) -> Iterator[Chunk]:
     count = 0
     for chunk in produced:
         count += memoryview(chunk).nbytes
+        if count > planned.nbytes:
+            break  # what lies behind may belong to another tensor
         yield chunk
-    if count != entry.nbytes:
+    if count != planned.nbytes:
         raise CheckpointError(
-            f"{path}: tensor {entry.key!r} was planned with {entry.nbytes} bytes ({entry.stored_dtype} "
-            f"{list(entry.shape)}) but came with {count}"
+            f"{path}: tensor {planned.key!r} was planned with {planned.nbytes} bytes ({planned.dtype} "
+            f"{list(planned.shape)}) but came with {count}{' or more' if count > planned.nbytes else ''}"
         )
 
 
@@ -223,11 +269,12 @@ def _tensor_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield piece.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _check_keys(entries: Sequence[TensorEntry]) -> None:
+def check_keys(keys: Iterable[str]) -> None:
+    """Refuse a key that comes twice and one that a file cannot hold."""
     seen: set[str] = set()
-    for entry in entries:
-        if entry.key in seen:
-            raise CheckpointError(f"the key {entry.key!r} is to be written twice; one of the tensors would be lost")
-        if not entry.key or entry.key == METADATA_KEY:
-            raise CheckpointError(f"{entry.key!r} cannot be the key of a tensor")
-        seen.add(entry.key)
+    for key in keys:
+        if key in seen:
+            raise CheckpointError(f"the key {key!r} is to be written twice; one of the tensors would be lost")
+        if not key or key == METADATA_KEY:
+            raise CheckpointError(f"{key!r} cannot be the key of a tensor")
+        seen.add(key)

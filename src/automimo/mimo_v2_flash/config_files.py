@@ -79,6 +79,14 @@ def serialised(values: dict[str, Any], file_keys: dict[str, Any], window: int | 
     return result
 
 
+def with_window(file: dict[str, Any], window: int | None) -> dict[str, Any]:
+    """The contents of a config.json with another sliding window; as they are when it has that one."""
+    if file.get("sliding_window") == window:
+        return file
+    changed = {**file, "sliding_window": window}
+    return {key: v for key, v in changed.items() if key not in WINDOW_KEYS or v is None or _fits(v, window)}
+
+
 def _agree(key_a: str, a: Any, key_b: str, b: Any) -> None:
     if a != b:
         raise ConfigError(f"config.json: {key_a} says {a} but {key_b} says {b}; correct the wrong one or remove it")

@@ -18,15 +18,18 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from automimo.attention import KVCache
 from automimo.backend import BackendConfig
-from automimo.checkpoint import CheckpointReader, HFCheckpointingMixin, TensorEntry, write_text_atomic
-from automimo.checkpoint.mixin import Checkpointer, Tokenizer
+from automimo.checkpoint import CheckpointReader, FolderContents, HFCheckpointingMixin, TensorEntry, write_text_atomic
+from automimo.checkpoint.mixin import Checkpointer, Layout, Tokenizer
 from automimo.errors import CheckpointError, ConfigError
 from automimo.mimo_v2_flash.backbone import MiMoV2FlashBlock, MiMoV2FlashModel
 from automimo.mimo_v2_flash.config import MiMoV2Config, MiMoV2FlashConfig, dtype_name
+from automimo.mimo_v2_flash.config_files import with_window
+from automimo.mimo_v2_flash.export import own_entries, source_contents, split_contents
 from automimo.mimo_v2_flash.lm_head import LMHead
 from automimo.mimo_v2_flash.source import config_values, read_config, resolve_folder
 from automimo.mimo_v2_flash.state_dict_adapter import MiMoV2FlashStateDictAdapter
-from automimo.mimo_v2_flash.weights import checkpoint_entries, load_weights
+from automimo.mimo_v2_flash.storage import SourceOptions, StoredCheckpoint
+from automimo.mimo_v2_flash.weights import load_weights
 from automimo.moe import MoEConfig
 
 __all__ = [
@@ -98,6 +101,7 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module):
         self.revision = revision
         # The folder the weights came from: it supplies what a text run carries through to the export.
         self.source_folder: Path | None = None
+        self.source_options = SourceOptions()
         self.model = MiMoV2FlashModel(config, self.backend, moe_config=moe_config, moe_overrides=overrides)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, dtype=config.dtype)
         if self.backend.enable_hf_state_dict_adapter:
@@ -122,7 +126,9 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module):
 
         Keywords: `dtype` (default: the one in config.json; the router and the sinks stay fp32), `load_weights` (False
         gives the bare model), `revision` (Hub), `backend`, `moe_config`, `moe_overrides`, `config` (use this one
-        instead of the folder's; it is copied), `sliding_window` (the number of keys a query sees, itself included).
+        instead of the folder's; it is copied), `sliding_window` (the number of keys a query sees, itself included),
+        `source_options` (what the folder does not tell about its layout). Any released layout is read: split or fused,
+        plain, FP8 or MXFP4.
 
         Raises CheckpointError when the folder and its config do not fit each other, naming the keys, ConfigError for a
         config that no MiMo-V2 model can have.
@@ -133,6 +139,7 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module):
         with_weights = kwargs.pop("load_weights", True)
         window = kwargs.pop("sliding_window", None)
         config = kwargs.pop("config", None)
+        options = kwargs.pop("source_options", SourceOptions())
         revision = kwargs.get("revision")
         folder = resolve_folder(pretrained_model_name_or_path, revision, weights=with_weights)
         config = read_config(folder, cls.config_class) if config is None else deepcopy(config)
@@ -143,13 +150,16 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module):
                 raise ConfigError(f"sliding_window: a query sees at least itself, so it must be >= 1, got {window}")
             config.sliding_window = window
         if not with_weights:
-            return cls.from_config(config, **kwargs)
+            model = cls.from_config(config, **kwargs)
+            model.source_options = options
+            return model
         with CheckpointReader(folder) as reader:
+            source = StoredCheckpoint(reader, config, options)
             with torch.device("meta"):
                 model = cls.from_config(config, **kwargs)
             model.to_empty(device=torch.get_default_device())
-            load_weights(model, reader)
-        model.source_folder = folder
+            load_weights(model, source)
+        model.source_folder, model.source_options = folder, options
         return model
 
     def forward(
@@ -250,22 +260,43 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module):
         source = self.source_folder if source is None else source
         super().save_pretrained(save_directory, checkpointer, tokenizer, source=source, **kwargs)
 
-    def checkpoint_entries(self, source: CheckpointReader | None, dtype: torch.dtype | None) -> list[TensorEntry]:
-        """The tensors of an export; see `weights.checkpoint_entries`."""
-        return checkpoint_entries(self.state_dict(), dtype or self.lm_head.weight.dtype, source)
+    def checkpoint_entries(self, dtype: torch.dtype | None) -> list[TensorEntry]:
+        """The model's own tensors in the split layout, stored in `dtype` (None: as they are)."""
+        return own_entries(self.state_dict(), dtype or self.lm_head.weight.dtype)
 
-    def write_config(self, folder: Path, dtype: torch.dtype | None) -> None:
-        """Write the config.json of an export in the plain split layout."""
-        values = self.config.to_diff_dict()
-        stored = dtype or self.lm_head.weight.dtype
-        # The folder holds plain tensors under split names, whatever the source was stored as.
-        values.pop("quantization_config", None)
-        values.update(
-            architectures=[type(self).__name__],
-            attention_projection_layout="split",
-            dtype=str(stored).removeprefix("torch."),
-        )
-        write_text_atomic(folder / "config.json", json.dumps(values, indent=2, sort_keys=True) + "\n")
+    def folder_contents(
+        self, source: CheckpointReader | None, dtype: torch.dtype | None, layout: Layout
+    ) -> FolderContents:
+        """The tensors of an export; see `export.split_contents` and `export.source_contents`."""
+        stored = None
+        if source is not None:
+            config = read_config(source.folder, self.config_class)
+            stored = StoredCheckpoint(source, config, self.source_options)
+        if layout == "source":
+            assert stored is not None  # save_pretrained has checked it
+            return source_contents(self.state_dict(), stored)
+        return split_contents(self.state_dict(), dtype or self.lm_head.weight.dtype, stored)
+
+    def write_config(
+        self, folder: Path, source: Path | None, dtype: torch.dtype | None, layout: Layout = "split"
+    ) -> None:
+        """Write the config.json of an export: the source's with the model's window, or ours in the split layout."""
+        if layout == "source":
+            assert source is not None
+            values = with_window(config_values(source), self.config.sliding_window)
+        else:
+            values = self.config.to_diff_dict()
+            stored = dtype or self.lm_head.weight.dtype
+            # The folder holds plain tensors under split names, whatever the source was stored as.
+            for key in ("quantization_config", "checkpoint_tp_size"):
+                values.pop(key, None)
+            values.update(
+                architectures=[type(self).__name__],
+                attention_projection_layout="split",
+                dtype=str(stored).removeprefix("torch."),
+            )
+        text = json.dumps(values, indent=2, sort_keys=layout == "split")
+        write_text_atomic(folder / "config.json", text + "\n")
 
 
 class MiMoV2ForCausalLM(MiMoV2FlashForCausalLM):

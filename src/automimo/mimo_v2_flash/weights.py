@@ -1,28 +1,28 @@
-"""Checkpoint keys <-> places in our parameters, for the plain split layout.
+"""Checkpoint keys of the split layout <-> places in our parameters.
 
-Every key of a Hugging Face folder is a *view* of one of our parameters: the parameter itself, or one matrix of a stack
+Every such key is a *view* of one of our parameters: the parameter itself, or one matrix of a stack
 of experts, transposed. Loading copies into the view, exporting copies out of it, so the two cannot disagree.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from automimo.checkpoint import CheckpointReader, Ledger, TensorEntry, raw_entry
+from automimo.checkpoint import Ledger
 from automimo.errors import CheckpointError
+from automimo.mimo_v2_flash.storage import StoredCheckpoint
+from automimo.mimo_v2_flash.storage.stored_checkpoint import FLOATING
 
 # Parts of a release that a text run does not train. They go from the source to the export byte for byte.
 CARRIED_PREFIXES = ("model.mtp.", "visual.", "audio_encoder.", "speech_embeddings.")
 # Read and written in the dtype they were released in: rounding them changes which experts a token goes to.
 ROUTER_SUFFIXES = (".mlp.gate.weight", ".mlp.gate.e_score_correction_bias")
 SINK_SUFFIX = ".attention_sink_bias"
-FLOATING = ("F64", "F32", "BF16", "F16")
 
 _STACKED = re.compile(r"(?P<prefix>.*\.experts)\.(?P<stack>gate_and_up_projs|down_projs)$")
 _EXPERT = re.compile(r"(?P<prefix>.*\.experts)\.\d+\.(?P<part>gate|up|down)_proj\.weight$")
@@ -81,25 +81,35 @@ def is_carried(key: str) -> bool:
     return key.startswith(CARRIED_PREFIXES)
 
 
-def load_weights(model: nn.Module, reader: CheckpointReader) -> None:
-    """Fill every parameter of `model` from a folder, one tensor at a time.
-
-    The keys are checked before the first byte is read. Raises CheckpointError for missing, unexpected, doubled or
-    wrongly shaped keys (naming them) and for layouts other than plain split BF16 / FP32.
-    """
+def check_weights(model: nn.Module, source: StoredCheckpoint) -> None:
+    """Raise CheckpointError, with the keys, unless a checkpoint has every tensor of `model` in its shape and no other
+    but those that a text run carries. Reads headers only; the model may be on the meta device."""
     state = model.state_dict()
     places = checkpoint_places(state)
-    check_layout(str(reader.folder), {key: info.dtype for key, info in reader.tensors.items()})
     ledger = Ledger({key: tuple(place.view(state[place.parameter]).shape) for key, place in places.items()})
-    for key, info in reader.tensors.items():
+    shapes = {key: matrix.shape for key, matrix in source.matrices.items()}
+    shapes.update((key, source.reader.tensors[key].shape) for key in source.raw)
+    for key, shape in shapes.items():
         if not is_carried(key):
-            ledger.consume(key, info.shape)
-    ledger.check(str(reader.folder), "the folder does not fit its config.json, or is not a MiMo-V2 text checkpoint")
+            ledger.consume(key, shape)
+    folder = str(source.reader.folder)
+    ledger.check(folder, "the folder does not fit its config.json, or is not a MiMo-V2 text checkpoint")
+
+
+def load_weights(model: nn.Module, source: StoredCheckpoint) -> None:
+    """Fill every parameter of `model` from a checkpoint in any layout, one tensor at a time.
+
+    `check_weights` comes before the first byte is read, so a model is filled whole or not at all.
+    """
+    check_weights(model, source)
+    state = model.state_dict()
+    places = checkpoint_places(state)
     with torch.no_grad():
-        for key in reader.tensors:
+        # In the order of the files, so that a disk reads forward.
+        for key in source.matrices:
             if not is_carried(key):
                 place = places[key]
-                reader.read_into(key, place.view(state[place.parameter]))
+                source.read_into(key, place.view(state[place.parameter]))
 
 
 def check_layout(where: str, dtypes: Mapping[str, str]) -> None:
@@ -116,41 +126,3 @@ def check_layout(where: str, dtypes: Mapping[str, str]) -> None:
             f"{where}: {quantised} is stored as {text[quantised]}; this version reads checkpoints in "
             f"{', '.join(FLOATING)}, not quantised ones"
         )
-
-
-def checkpoint_entries(
-    state: Mapping[str, Tensor], dtype: torch.dtype, source: CheckpointReader | None
-) -> list[TensorEntry]:
-    """What to write for a model with this state dict: our tensors in `dtype`, then what `source` carries.
-
-    Router weights, correction biases and sinks keep the dtype they have in `source`; without one, the router is fp32
-    (as in the V2.5 files) and sinks follow `dtype`. Nothing is copied until an entry is written.
-    """
-    entries = []
-    for key, place in checkpoint_places(state).items():
-        view = place.view(state[place.parameter])
-        stored = _stored_dtype(key, dtype, source)
-        entries.append(TensorEntry(key, stored, tuple(view.shape), partial(_cast, key, view, stored)))
-    if source is not None:
-        entries += [raw_entry(source, key) for key in source.tensors if is_carried(key)]
-    return entries
-
-
-def _cast(key: str, view: Tensor, dtype: torch.dtype) -> Tensor:
-    tensor = view.detach().to(dtype)
-    if dtype != view.dtype and not bool(torch.isfinite(tensor).all()) and bool(torch.isfinite(view).all()):
-        largest = float(view.detach().abs().max())
-        raise CheckpointError(f"{key} overflows {dtype} (largest magnitude {largest:.3g}); export in float32")
-    return tensor
-
-
-def _stored_dtype(key: str, dtype: torch.dtype, source: CheckpointReader | None) -> torch.dtype:
-    kept = key.endswith((*ROUTER_SUFFIXES, SINK_SUFFIX))
-    if kept and source is not None and key in source.tensors:
-        return source.tensors[key].torch_dtype
-    return torch.float32 if key.endswith(ROUTER_SUFFIXES) else dtype
-
-
-def carried_keys(keys: Iterable[str]) -> list[str]:
-    """The keys that are copied untouched, in order."""
-    return [key for key in keys if is_carried(key)]

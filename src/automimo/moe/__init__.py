@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         set_aux_loss_scale,
         update_router_biases,
     )
+    from automimo.moe.split_experts import MoESplitExpertsStateDictMixin
 
 _HOMES = {
     "config": ("EXPERT_BACKENDS", "SCORE_FUNCTIONS", "MoEConfig"),
@@ -38,6 +39,7 @@ _HOMES = {
         "set_aux_loss_scale",
         "update_router_biases",
     ),
+    "split_experts": ("MoESplitExpertsStateDictMixin",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -48,6 +50,7 @@ __all__ = [
     "GroupedExperts",
     "MoE",
     "MoEConfig",
+    "MoESplitExpertsStateDictMixin",
     "RouterStats",
     "Routing",
     "attach_aux_loss",

@@ -25,9 +25,9 @@ def export_final(
     masters: MasterWeights,
     size: ModelSize,
     step: int,
-    kind: Literal["bf16", "fp32"],
+    kind: Literal["bf16", "fp32", "source"],
 ) -> bool:
-    """Publish `final/` from the fp32 masters, stored as `kind`; False if it is there already for this step and dtype.
+    """Publish `final/` from the fp32 masters, stored as `kind`; False if it is there already for this step and kind.
 
     Tokenizer, generation config and tensors that were not trained come from `source`, the folder the run started from.
     An older `final/` (of fewer steps) is replaced when the new one is complete on disk.
@@ -41,7 +41,10 @@ def export_final(
 
     def write(temporary: Path) -> None:
         with masters.in_model():
-            model.save_pretrained(temporary, dtype=DTYPES[kind], source=source)
+            if kind == "source":
+                model.save_pretrained(temporary, layout="source", source=source)
+            else:
+                model.save_pretrained(temporary, dtype=DTYPES[kind], source=source)
         shutil.copyfile(picture, temporary / picture.name)
         # The card of the model that the run started from may have been carried along; this one replaces it.
         write_text_atomic(temporary / "README.md", f"{card.rstrip()}\n\n![Loss of the run]({picture.name})\n")

@@ -40,6 +40,15 @@ class ModelSection(Section):
         ge=1,
         description="keys a query of a sliding layer sees, itself included; null keeps the model's own",
     )
+    source_layout: Literal["split", "fused", "contiguous"] | None = Field(
+        default=None, description="attention layout of a `path` that does not tell it; null: as its files say"
+    )
+    source_tp: int | None = Field(
+        default=None, ge=1, description="shards of the fused attention of a `path` that does not tell it"
+    )
+    flash_v_scales: Literal["strip", "own"] = Field(
+        default="strip", description="scales of v in V2-Flash FP8 files: the strip it shares with k, or its own"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32",
         description="dtype of the forward and backward pass; master weights and optimizer are always float32",
@@ -149,8 +158,10 @@ class TrainSection(Section):
         default="auto",
         description="`auto`: newest checkpoint of `output`; `never`; or a checkpoint or run to start from",
     )
-    final: Literal["bf16", "fp32", "none"] = Field(
-        default="bf16", description="dtype of the exported `final/`, or no export"
+    final: Literal["bf16", "fp32", "source", "none"] = Field(
+        default="bf16",
+        description="how `final/` is stored: in this dtype, in the layout and quantisation of the model it started "
+        "from (`source`), or not at all",
     )
 
 
@@ -237,6 +248,10 @@ FREE_ON_RESUME = frozenset(
     {
         "output",
         "model.attention",
+        # How the files of the start are read, which a resumed run does not.
+        "model.flash_v_scales",
+        "model.source_layout",
+        "model.source_tp",
         "train.activation_checkpointing",
         "train.epochs",
         "train.evaluate_every",

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from automimo.checkpoint import write_text_atomic
+from automimo.checkpoint.resume import tidy_steps
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
 from automimo.report import write_report
 from automimo.training.export import export_final
@@ -19,7 +20,14 @@ from automimo.training.progress import step_display
 from automimo.training.recipe import Recipe, check_schedule
 from automimo.training.recipe_file import dump_recipe
 from automimo.training.run_folder import RunFolder, find_checkpoint
-from automimo.training.setup import build_model, load_data, load_fitting_tokenizer, model_folder, training_device
+from automimo.training.setup import (
+    build_model,
+    check_source,
+    load_data,
+    load_fitting_tokenizer,
+    model_folder,
+    training_device,
+)
 from automimo.training.state import (
     TrainingState,
     check_recipe,
@@ -59,6 +67,7 @@ def _dry_run(recipe: Recipe, folder: RunFolder, console: Console) -> None:
         total = total_steps(recipe, data)
         check_schedule(recipe.optim, total)
         model = build_model(recipe, source, load_weights=False, device=torch.device("meta"))
+        check_source(recipe, source, model)
         trainable, _ = select_trainable(model, recipe.model, recipe.moe)
         make_optimizer(MasterWeights(model, torch.float32).trainable, recipe.optim)  # its patterns are checked
         size = model_size(model, trainable)
@@ -101,7 +110,9 @@ def _train(recipe: Recipe, folder: RunFolder, console: Console) -> int:
         write_text_atomic(folder.recipe, dump_recipe(recipe))
         loaded_step = state.step if loaded is not None else None
         own = checkpoint is not None and checkpoint.parent == folder.checkpoints
-        if checkpoint is not None and not own:
+        if own:
+            tidy_steps(folder.checkpoints, keep=recipe.train.keep)
+        elif checkpoint is not None:
             inherit_metrics(checkpoint, folder.metrics)
         del loaded  # the loaded tensors have been copied
         with stop_on_signals() as stop, closing(MetricsFile(folder.metrics, loaded_step)) as metrics:

@@ -11,13 +11,15 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from automimo.backend import BackendConfig
-from automimo.checkpoint import publish_folder, write_text_atomic
+from automimo.checkpoint import CheckpointReader, publish_folder, write_text_atomic
 from automimo.data import DataStream, LoadReport, load_examples
 from automimo.errors import ConfigError
 from automimo.init_model import TRAINED_TOKENIZER, init_model
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM, model_class_of
 from automimo.mimo_v2_flash.source import config_values, resolve_folder
+from automimo.mimo_v2_flash.storage import SourceOptions, StoredCheckpoint
 from automimo.mimo_v2_flash.tokenizer import load_tokenizer
+from automimo.mimo_v2_flash.weights import check_weights
 from automimo.moe import moe_layers
 from automimo.training.recipe import DataSection, Recipe
 from automimo.training.run_folder import RunFolder
@@ -116,6 +118,7 @@ def build_model(recipe: Recipe, folder: Path, *, load_weights: bool, device: tor
             dtype=torch.float32,
             load_weights=load_weights,
             backend=BackendConfig(attn=recipe.model.attention),
+            source_options=source_options(recipe),
             sliding_window=recipe.model.window,
             moe_overrides={
                 "train_gate": moe.router == "train",
@@ -127,6 +130,18 @@ def build_model(recipe: Recipe, folder: Path, *, load_weights: bool, device: tor
         raise ConfigError("moe.bias_update_speed and moe.aux_loss must be 0: the model has no experts")
     model.model.set_activation_checkpointing("full" if recipe.train.activation_checkpointing else "none")
     return model.train()
+
+
+def source_options(recipe: Recipe) -> SourceOptions:
+    """What the recipe says about the files of `model.path` that they do not say themselves."""
+    model = recipe.model
+    return SourceOptions(model.source_layout, model.source_tp, model.flash_v_scales)
+
+
+def check_source(recipe: Recipe, folder: Path, model: MiMoV2FlashForCausalLM) -> None:
+    """Raise CheckpointError unless the weights of `folder` fit `model`; reads headers only."""
+    with CheckpointReader(folder) as reader:
+        check_weights(model, StoredCheckpoint(reader, model.config, source_options(recipe)))
 
 
 def training_device() -> torch.device:

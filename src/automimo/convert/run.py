@@ -1,0 +1,180 @@
+"""The verb `convert`: open, plan, write beside the target, verify, rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from automimo.checkpoint import CheckpointReader, copy_side_files, write_text_atomic
+from automimo.checkpoint.parallel_writer import Progress, write_units
+from automimo.checkpoint.work_folder import work_folder
+from automimo.convert.plan import Conversion, ConvertOptions, plan_conversion
+from automimo.convert.progress import ByteProgress
+from automimo.convert.verify import Verification, verify_conversion
+from automimo.errors import CheckpointError
+from automimo.mimo_v2_flash.model import model_class_of
+from automimo.mimo_v2_flash.source import read_config, resolve_folder
+from automimo.mimo_v2_flash.storage import SourceOptions, StoredCheckpoint
+from automimo.mimo_v2_flash.storage.transfer import How
+
+# A worker holds a few copies of the matrix it works on; more than this many gain nothing on one disk.
+MOST_WORKERS = 16
+
+
+def convert_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    options: ConvertOptions,
+    *,
+    like: str | Path | None = None,
+    workers: int | None = None,
+    verify: bool = False,
+    console: Console | None = None,
+) -> Conversion:
+    """Write `source` (a folder or Hub id) as the new folder `target`, in the form that `options.to` or `like` says.
+
+    The target appears complete or not at all: it is written under a hidden name beside it and renamed. A run that was
+    interrupted or killed goes on where it was when called again with the same arguments; an error leaves nothing.
+    `workers` threads (default: one per core) hold one matrix each. With `verify` the new folder is read again and
+    compared before it gets its name. Progress goes to `console`. Returns what was done.
+
+    Raises CheckpointError for a target that exists, too little disk, and everything that is wrong with the source.
+    """
+    console = console or Console(stderr=True, highlight=False)
+    if (options.to is None) == (like is None):
+        raise CheckpointError("give either --to bf16, fp8 or mxfp4, or --like REFERENCE")
+    if like is not None and (options.layout is not None or options.tp is not None):
+        raise CheckpointError("--layout and --checkpoint-tp belong to --to; with --like the reference decides")
+    workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS) if workers is None else workers
+    folder = resolve_folder(source)
+    _check_place(folder, Path(target))
+    with ExitStack() as stack:
+        opened = stack.enter_context(_opened(folder, options.source))
+        reference = None
+        if like is not None:
+            side = SourceOptions(v_scales=options.source.v_scales)
+            reference = stack.enter_context(_opened(resolve_folder(like), side))
+        conversion = plan_conversion(opened, options, reference)
+        _say(console, describe_plan(conversion))
+        with work_folder(target, conversion.fingerprint()) as content:
+            started = time.monotonic()
+            with ByteProgress(console, "convert") as display:
+                write_units(
+                    content,
+                    conversion.units,
+                    conversion.files,
+                    workers=workers,
+                    metadata=conversion.metadata,
+                    on_progress=display.show,
+                )
+            write_text_atomic(content / "config.json", json.dumps(dict(conversion.config), indent=2) + "\n")
+            copy_side_files(conversion.side, content)
+            seconds = time.monotonic() - started
+            moved = conversion.read_bytes + conversion.written_bytes
+            _say(
+                console,
+                f"wrote    {_gib(conversion.written_bytes)} in {seconds:.1f} s, {moved / seconds / 1e9:.2f} GB/s",
+            )
+            _say(console, describe_tally(conversion))
+            if verify:
+                _say(console, describe_verification(_verify(conversion, content, workers, options, console)))
+    _say(console, f"done     {target}")
+    return conversion
+
+
+def run_convert(
+    source: str,
+    target: Path,
+    options: ConvertOptions,
+    *,
+    like: str | None,
+    workers: int | None,
+    verify: bool,
+) -> int:
+    """The verb `convert`."""
+    convert_checkpoint(source, target, options, like=like, workers=workers, verify=verify)
+    return 0
+
+
+def describe_plan(conversion: Conversion) -> str:
+    """One line: from which form to which, and how many bytes."""
+    source = conversion.source
+    tp = source.description.tp
+    known = "" if tp is None else f", checkpoint TP {tp.size} from {tp.found_by}"
+    return (
+        f"source   {source.reader.folder}: {source.description.layout} attention{known}, "
+        f"{len(source.reader.tensors):,} tensors, {_gib(conversion.read_bytes)} to read, "
+        f"{_gib(conversion.written_bytes)} to write in {len(conversion.files)} files"
+    )
+
+
+def describe_tally(conversion: Conversion) -> str:
+    """One line: how many tensors went which way (of those that this run wrote)."""
+    tally = conversion.tally
+    words: dict[How, str] = {
+        "copied": "copied byte for byte",
+        "converted": "decoded, cast or rearranged",
+        "unchanged": "equal to the reference, its bytes kept",
+        "encoded": "quantised anew",
+    }
+    told = [f"{tally[how]:,} {text}" for how, text in words.items() if tally[how]]
+    return f"tensors  {'; '.join(told) or 'all were written by the interrupted run'}"
+
+
+def describe_verification(found: Verification) -> str:
+    """One line: what the comparison showed."""
+    told = [f"{found.equal:,} tensors equal the source"]
+    if found.encoded:
+        told.append(
+            f"{found.encoded:,} quantised anew, largest difference "
+            + ", ".join(
+                f"{steps:.3f} {name} steps"
+                for name, steps in (("e4m3", found.fp8_steps), ("e2m1", found.mxfp4_steps))
+                if steps
+            )
+        )
+    return f"verified {'; '.join(told)}"
+
+
+@contextmanager
+def _opened(folder: Path, options: SourceOptions) -> Iterator[StoredCheckpoint]:
+    config = read_config(folder, model_class_of(folder).config_class)
+    with CheckpointReader(folder) as reader:
+        yield StoredCheckpoint(reader, config, options)
+
+
+def _verify(
+    conversion: Conversion, content: Path, workers: int, options: ConvertOptions, console: Console
+) -> Verification:
+    started = time.monotonic()
+    done = 0
+    with ByteProgress(console, "verify") as display:
+
+        def on_bytes(nbytes: int) -> None:
+            nonlocal done
+            done += nbytes
+            display.show(Progress(done, conversion.written_bytes, time.monotonic() - started))
+
+        return verify_conversion(
+            conversion, content, workers=workers, v_scales=options.source.v_scales, on_bytes=on_bytes
+        )
+
+
+def _check_place(source: Path, target: Path) -> None:
+    here = Path(os.path.abspath(target))  # noqa: PTH100 -- resolve() would follow a link at the last step
+    if here.parent.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"{target}: lies inside the source {source}; choose a folder outside it")
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,130 @@
+"""What a folder with a trained model holds: its own tensors, and those it only carries from where it came from.
+
+In the `split` layout everything is plain, so that every trainer reads it; in the `source` layout everything is stored
+as the source stores it, quantised again where it changed and copied where it did not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from automimo.checkpoint import FolderContents, PlannedTensor, TensorEntry, Unit, dtype_name, raw_entry
+from automimo.checkpoint.writer import Produced
+from automimo.errors import CheckpointError
+from automimo.mimo_v2_flash.storage import StoredCheckpoint, StoredMatrix, stored_tensors, stored_together
+from automimo.mimo_v2_flash.storage.encode import cast
+from automimo.mimo_v2_flash.storage.matrices import plain_matrix
+from automimo.mimo_v2_flash.storage.transfer import Tally, encode_unless_unchanged, planned, raw_unit, transfer_units
+from automimo.mimo_v2_flash.weights import ROUTER_SUFFIXES, SINK_SUFFIX, checkpoint_places
+
+
+def own_entries(
+    state: Mapping[str, Tensor], dtype: torch.dtype, source: StoredCheckpoint | None = None
+) -> list[TensorEntry]:
+    """The tensors of a model with this state dict in the split layout, stored in `dtype`.
+
+    Router weights, correction biases and sinks keep the dtype they have in `source`; without one, the router is fp32
+    (as in the V2.5 files) and sinks follow `dtype`. Nothing is copied until an entry is written, which raises
+    CheckpointError for a value that overflows.
+    """
+    entries = []
+    for key, view in checkpoint_views(state).items():
+        stored = _stored_dtype(key, dtype, source)
+        entries.append(TensorEntry(key, stored, tuple(view.shape), partial(_cast, key, view, stored)))
+    return entries
+
+
+def split_contents(state: Mapping[str, Tensor], dtype: torch.dtype, source: StoredCheckpoint | None) -> FolderContents:
+    """A folder in the split layout: `own_entries`, and what `source` carries beside them.
+
+    Carried parts that nobody interprets (vision, audio) are copied byte for byte. The MTP blocks are, too, as far as
+    they are plain and under split names; quantised matrices are decoded to `dtype` and fused ones split, since the
+    folder declares neither.
+    """
+    units = [_unit(entry) for entry in own_entries(state, dtype, source)]
+    if source is not None:
+        targets = {
+            key: plain_matrix(
+                key, matrix.weight.dtype if matrix.encoding == "plain" else dtype_name(dtype), matrix.shape
+            )
+            for key, matrix in _carried(state, source).items()
+        }
+        units += transfer_units(source, targets, Tally()) + _raw_units(source)
+    return FolderContents(units, {})
+
+
+def source_contents(state: Mapping[str, Tensor], source: StoredCheckpoint) -> FolderContents:
+    """A folder in the layout, quantisation and dtypes of `source`.
+
+    What still has the values of the source, and what the model does not hold, is copied byte for byte; the rest is
+    encoded anew.
+
+    Raises CheckpointError when the source does not have every tensor of the model.
+    """
+    views = checkpoint_views(state)
+    absent = next((key for key in views if key not in source.matrices), None)
+    if absent is not None:
+        raise CheckpointError(f"{source.reader.folder}: has no {absent}, so the model cannot be stored in its layout")
+    tally = Tally()
+    units: list[Unit] = []
+    for group in stored_together(source.matrices[key] for key in views):
+        tensors = tuple(planned(tensor) for tensor in stored_tensors(group))
+        units.append(Unit(tensors, partial(_encode, group, views, source, tally), 0))
+    carried = stored_together(_carried(state, source).values())
+    units += [raw_unit(source.reader, group, tally) for group in carried] + _raw_units(source)
+    return FolderContents(units, source_metadata(source))
+
+
+def source_metadata(source: StoredCheckpoint) -> dict[str, Any]:
+    """Metadata of the index of a folder in the source's layout: that of the source, and the shards of a fused attention
+    that nothing in the folder would tell otherwise."""
+    metadata = {key: value for key, value in source.reader.metadata.items() if key != "total_size"}
+    tp = source.description.tp
+    if tp is not None:
+        metadata["tp_size"] = tp.size
+    return metadata
+
+
+def checkpoint_views(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Key of the split layout -> view of the parameter that holds it."""
+    return {key: place.view(state[place.parameter]) for key, place in checkpoint_places(state).items()}
+
+
+def _carried(state: Mapping[str, Tensor], source: StoredCheckpoint) -> dict[str, StoredMatrix]:
+    own = checkpoint_places(state).keys()
+    return {key: matrix for key, matrix in source.matrices.items() if key not in own}
+
+
+def _raw_units(source: StoredCheckpoint) -> list[Unit]:
+    return [_unit(raw_entry(source.reader, key)) for key in source.raw]
+
+
+def _unit(entry: TensorEntry) -> Unit:
+    """A unit of one tensor."""
+    tensor = PlannedTensor(entry.key, entry.stored_dtype, tuple(entry.shape))
+    return Unit((tensor,), lambda: [entry.produce()], 0)
+
+
+def _encode(
+    group: tuple[StoredMatrix, ...], views: Mapping[str, Tensor], source: StoredCheckpoint, tally: Tally
+) -> Sequence[Produced]:
+    return encode_unless_unchanged(group, [views[matrix.key].detach() for matrix in group], source, tally)
+
+
+def _cast(key: str, view: Tensor, dtype: torch.dtype) -> Tensor:
+    try:
+        return cast(view.detach(), dtype, key)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; export in float32") from error
+
+
+def _stored_dtype(key: str, dtype: torch.dtype, source: StoredCheckpoint | None) -> torch.dtype:
+    kept = key.endswith((*ROUTER_SUFFIXES, SINK_SUFFIX))
+    if kept and source is not None and key in source.reader.tensors:
+        return source.reader.tensors[key].torch_dtype
+    return torch.float32 if key.endswith(ROUTER_SUFFIXES) else dtype

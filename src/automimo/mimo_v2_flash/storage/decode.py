@@ -1,0 +1,132 @@
+"""Read a tensor of the split layout out of its stored form, whole or by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from automimo.checkpoint.tensor_reader import TensorReader
+from automimo.errors import CheckpointError
+from automimo.mimo_v2_flash.storage.matrices import StoredMatrix
+from automimo.quantization import Strip, check_scales, decode_fp8, decode_mxfp4
+
+E4M3_MAX = 448.0
+
+
+def read_matrix(
+    reader: TensorReader,
+    matrix: StoredMatrix,
+    *,
+    dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    start: int = 0,
+    stop: int | None = None,
+) -> Tensor:
+    """Rows `start` to `stop` of a stored matrix in `dtype`, or written into `out` (floating, any strides, any device).
+
+    Only the bytes of these rows are read, and all scales of an FP8 matrix (1/4096 of its size). `dtype` defaults to the
+    stored one, for quantised matrices to bfloat16. Values are scaled in fp32 and rounded once. Raises CheckpointError,
+    with the key, for NaN codes, scales that are no numbers, and values that the dtype cannot hold.
+    """
+    if not matrix.shape:
+        return _into(out, reader.read(matrix.weight.key), dtype)
+    stop = matrix.shape[0] if stop is None else stop
+    if not 0 <= start <= stop <= matrix.shape[0]:
+        raise CheckpointError(f"{matrix.key}: rows {start}:{stop} of {matrix.shape[0]}")
+    if out is None:
+        plain = reader.info(matrix.weight.key).torch_dtype
+        dtype = dtype or (plain if matrix.encoding == "plain" else torch.bfloat16)
+        if matrix.encoding == "plain" and dtype == plain and not matrix.rows:
+            return reader.read_rows(matrix.weight.key, start, stop)
+        out = torch.empty((stop - start, *matrix.shape[1:]), dtype=dtype)
+    elif matrix.encoding == "plain" and not matrix.rows and (start, stop) == (0, matrix.shape[0]):
+        reader.read_into(matrix.weight.key, out)
+        return out
+    with torch.no_grad(), _naming(matrix):
+        target = out.detach()
+        if matrix.encoding == "mxfp4":
+            codes = reader.read_rows(matrix.weight.key, start, stop)
+            scales = reader.read_rows(matrix.scales[0].key, start, stop)
+            decode_mxfp4(codes.to(target.device), scales.to(target.device), out=target)
+        elif matrix.encoding == "fp8":
+            table = read_scales(reader, matrix)
+            for first, rows, at in pieces(matrix, start, stop):
+                codes = reader.read_rows(matrix.weight.key, first, first + rows)
+                strips = cut_strips(matrix.strips, start + at, start + at + rows)
+                _decode_piece(codes, table, strips, target[at : at + rows])
+        else:
+            for first, rows, at in pieces(matrix, start, stop):
+                target[at : at + rows].copy_(reader.read_rows(matrix.weight.key, first, first + rows))
+    return out
+
+
+def read_scales(reader: TensorReader, matrix: StoredMatrix) -> Tensor:
+    """The scales of an FP8 matrix, [rows of scales, columns / 128] fp32, checked; several tensors stacked."""
+    tables = []
+    for scale in matrix.scales:
+        table = reader.read(scale.key)
+        check_scales(table, scale.key)
+        tables.append(table)
+    return tables[0] if len(tables) == 1 else torch.cat(tables)
+
+
+def pieces(matrix: StoredMatrix, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+    """(first row in the stored weight, rows, place among the rows from `start` on) of rows `start` to `stop`."""
+    row = 0
+    for first, count in matrix.rows or ((0, matrix.shape[0]),):
+        begin, end = max(start, row), min(stop, row + count)
+        if begin < end:
+            yield first + begin - row, end - begin, begin - start
+        row += count
+
+
+def cut_strips(strips: tuple[Strip, ...], start: int, stop: int) -> list[Strip]:
+    """The strips of rows `start` to `stop`, counted from `start`."""
+    return [
+        Strip(max(s.row, start) - start, min(s.row + s.rows, stop) - max(s.row, start), s.scale_row)
+        for s in strips
+        if s.row < stop and start < s.row + s.rows
+    ]
+
+
+def refuse_nan_codes(codes: Tensor) -> None:
+    """Raise CheckpointError if e4m3 codes hold a NaN (0x7f or 0xff): weights have none, so the file is damaged."""
+    if codes.numel() == 0:
+        return
+    # As int8 the two are the largest number and -1. Adding 1 makes the first -128, the smallest, and the second 0.
+    if bool(torch.isnan(codes.float()).any() if codes.is_meta else _has_nan(codes.view(torch.int8))):
+        raise CheckpointError("holds NaN codes; the file is damaged, download or write it again")
+
+
+def _has_nan(codes: Tensor) -> bool:
+    return bool((codes == 127).any()) or bool((codes == -1).any())
+
+
+def _decode_piece(codes: Tensor, table: Tensor, strips: list[Strip], target: Tensor) -> None:
+    refuse_nan_codes(codes)
+    decode_fp8(codes.to(target.device), table.to(target.device), strips, out=target)
+    used = table[[strip.scale_row for strip in strips]]
+    limit = torch.finfo(target.dtype).max
+    if used.numel() and float(used.max()) * E4M3_MAX > limit and not bool(torch.isfinite(target).all()):
+        raise CheckpointError(f"has values beyond the range of {target.dtype}; use float32")
+
+
+def _into(out: Tensor | None, value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if out is None:
+        return value if dtype is None else value.to(dtype)
+    with torch.no_grad():
+        return out.detach().copy_(value)
+
+
+@contextmanager
+def _naming(matrix: StoredMatrix) -> Iterator[None]:
+    """Errors of the decoders know no keys: put the stored one in front."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:  # CheckpointError is a ValueError
+        if matrix.weight.key in str(error) or any(scale.key in str(error) for scale in matrix.scales):
+            raise
+        raise CheckpointError(f"{matrix.weight.key}: {error}") from error
