@@ -13,6 +13,7 @@ from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
 from automimo.mimo_v2_flash.storage.encode import encode_group
 from automimo.mimo_v2_flash.storage.geometry import attention_shape, released_tp
+from automimo.mimo_v2_flash.storage.in_memory import row_major
 from automimo.mimo_v2_flash.storage.matrices import (
     PARTS,
     StoredMatrix,
@@ -95,7 +96,7 @@ def _encode(group: Sequence[StoredMatrix], values: Sequence[Tensor]) -> list[tup
     stored = stored_tensors(group)
     if values[0].is_meta:
         return [(tensor, empty_stored(tensor, values[0].device)) for tensor in stored]
-    return list(zip(stored, encode_group(group, values), strict=True))
+    return list(zip(stored, encode_group(group, [row_major(value.detach()) for value in values]), strict=True))
 
 
 def check_projections(keys: Mapping[str, object]) -> None:

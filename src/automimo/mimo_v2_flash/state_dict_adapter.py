@@ -277,20 +277,26 @@ class MiMoV2FlashStateDictAdapter(MoESplitExpertsStateDictMixin, StateDictAdapte
             self._dequantize_mxfp4_experts(state)
             self._dequantize(state)
             check_decoded(state)
-            for key, native in self._decoder.native.items():
-                if key in state and self._stack_name(key) is None:
-                    self._fill(key, native, state[key])
-                    state[key] = native
+            self._fill_native(state, stacks)
             self._apply_key_mapping(state, self.hf_to_internal_map)
             return self._merge_experts(state, stacks)
         finally:
             self._decoder.native.clear()
             self._stacks = {}
 
-    def _fill(self, key: str, native: Tensor, value: Tensor) -> None:
-        if native.shape != value.shape:  # copying would spread a smaller one over the whole
-            raise CheckpointError(f"{key}: found {list(value.shape)}, the model has {list(native.shape)}")
-        copy_to_native(native, value)
+    def _fill_native(self, state: StateDict, stacks: Mapping[str, Tensor]) -> None:
+        """Put the model's own tensors into `state`, filled, for all that a load asked for but the matrices of `stacks`.
+
+        Raises CheckpointError for what was asked for and is not there: it would keep the values of before.
+        """
+        asked = {key: t for key, t in self._decoder.native.items() if self._stack_name(key) not in stacks}
+        ledger = Ledger({key: native.shape for key, native in asked.items()})
+        for key in asked.keys() & state.keys():
+            ledger.consume(key, state[key].shape)
+        ledger.check("state dict", "a load has to bring every tensor that it asked for")
+        for key, native in asked.items():
+            copy_to_native(native, state[key])
+            state[key] = native
 
     def _convert_fused_qkv(self, state_dict: StateDict) -> StateDict:
         """Replace fused projections [rows, hidden] and their scales by q, k and v: the model's own where a load is

@@ -7,6 +7,7 @@ restarts at every piece, and a row of scales can even belong to rows of two matr
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 BLOCK = 128
 
@@ -20,6 +21,7 @@ class Strip:
     scale_row: int
 
 
+@lru_cache
 def block_strips(rows: int, shards: int = 1) -> tuple[Strip, ...]:
     """Strips of a matrix of `rows` rows that is a stack of `shards` equal shards.
 

@@ -77,19 +77,17 @@ def _key_problems(reader: CheckpointReader, config: MiMoV2FlashConfig, descripti
         stated = config.vision_config if name == "vision" else config.audio_config
         present = any(key.startswith(prefixes) for key in reader.tensors)
         if present != bool(stated):
-            what = (
-                "tensors but no" if present else f"no {' or '.join(f'{prefix}*' for prefix in prefixes)} tensors but a"
-            )
-            yield f"{name}: there are {what} {name}_config in config.json", ""
+            absent = f"no {' or '.join(f'{prefix}*' for prefix in prefixes)} tensors but a"
+            yield f"{name}: there are {'tensors but no' if present else absent} {name}_config in config.json", ""
             ignored += prefixes
     found = dict(_logical_keys(reader))
+    shapes = {key: matrix.shape for key, matrix in description.matrices.items()}
+    shapes |= {key: reader.tensors[key].shape for key in description.raw}
     for key, shape in expected.items():
         if key not in found and not key.startswith(ignored):
             yield "is missing", key
-        elif key in found and key in description.matrices and description.matrices[key].shape != shape:
-            yield f"has shape {list(description.matrices[key].shape)}, config.json asks for {list(shape)}", key
-        elif key in found and not key.startswith(TEXT_PREFIXES) and reader.tensors[key].shape != shape:
-            yield f"has shape {list(reader.tensors[key].shape)}, config.json asks for {list(shape)}", key
+        elif shapes.get(key, shape) != shape:  # what could not be described has a problem already
+            yield f"has shape {list(shapes[key])}, config.json asks for {list(shape)}", key
     # A fused tensor is known when the three it stands for are.
     unknown = dict.fromkeys(stored for key, stored in found.items() if key not in expected)
     yield from (

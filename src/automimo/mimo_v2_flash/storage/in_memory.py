@@ -73,3 +73,14 @@ def decode_in_memory(reader: StateDictReader, matrix: StoredMatrix, out: Tensor)
     """
     if not (out.is_meta or reader.read(matrix.weight.key).is_meta):
         read_matrix(reader, matrix, out=out)
+
+
+def row_major(matrix: Tensor) -> Tensor:
+    """A contiguous copy of a matrix, or itself.
+
+    The view of one expert in a stack is a transposed slice. torch has a fast transposition, but only for whole
+    matrices: packing the slice first takes 27 ms for a bf16 gate of V2.5 [2048, 4096], `contiguous` 65 ms (one core).
+    """
+    if matrix.is_contiguous() or matrix.ndim != 2:
+        return matrix.contiguous()
+    return torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device).copy_(matrix.t().contiguous().t())

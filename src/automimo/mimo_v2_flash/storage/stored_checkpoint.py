@@ -214,6 +214,9 @@ def _describe_fused(
     claimed.update(key for weight in fused.values() for key in (weight, f"{weight}{FP8_SCALE}") if key in tensors)
     found = [_fused_projection(result, tensors, prefix, key, config) for prefix, key in fused.items()]
     projections = [projection for projection in found if projection is not None]
+    if options.layout == "split" and fused:
+        result.problems.append(("source layout: said to be split, but qkv_proj is there", ""))
+        return
     if not projections:
         return
     given = 1 if options.layout == "contiguous" and options.tp is None else options.tp
@@ -301,8 +304,6 @@ def _orphan_scale(key: str, tensors: Mapping[str, TensorInfo]) -> tuple[str, str
 
 def _check_layout_option(result: Description, options: SourceOptions) -> None:
     """What the user said about the layout must not contradict what the keys say."""
-    if options.layout == "split" and result.tp is not None:
-        result.problems.append(("source layout: said to be split, but qkv_proj is there", ""))
     if options.layout == "contiguous" and options.tp not in (None, 1):
         result.problems.append((f"source layout: contiguous is one shard, --source-tp says {options.tp}", ""))
     if options.layout in ("fused", "contiguous") or options.tp is not None:

@@ -98,7 +98,7 @@ def _detect(projections: Sequence[FusedProjection]) -> CheckpointTP:
         raise CheckpointError(
             f"{projections[0].prefix}.qkv_proj.weight is fused and not quantised, so nothing tells the order of its "
             "rows; pass --source-tp N for the released order of N shards [q | k | v], or --source-layout contiguous "
-            "for all of q, then k, then v"
+            "for all of q, then k, then v (in a recipe: model.source_tp, model.source_layout)"
         )
     # Full layers first: with 192-row heads a shard of theirs ends inside a block, which shows where grids restart.
     quantised.sort(key=lambda projection: not projection.full)
