@@ -182,6 +182,35 @@ def inspect(
 
 
 @verb
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Model folder or Hub id, in any layout.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to make; must not exist, or be empty.")],
+    to: Annotated[Target | None, typer.Option(help="What the text part is stored in.")] = None,
+    layout: Annotated[
+        Layout | None, typer.Option(help="Attention of the target; default: split for bf16, else as released.")
+    ] = None,
+    checkpoint_tp: Annotated[int | None, typer.Option(min=1, help="Shards of a fused target.")] = None,
+    like: Annotated[
+        str | None, typer.Option(help="Reference checkpoint that decides the form instead of --to.")
+    ] = None,
+    source_layout: Annotated[SourceLayout | None, typer.Option(help="Of SRC: what its files do not tell.")] = None,
+    source_tp: Annotated[int | None, typer.Option(min=1, help="Of SRC: shards of its fused attention.")] = None,
+    flash_v_scales: Annotated[VScales, typer.Option(help="How V2-Flash scales V.")] = "strip",
+    workers: Annotated[int | None, typer.Option(min=1, help="Threads; default: one per core.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Read the result again and compare.")] = False,
+) -> int:
+    """Write a checkpoint in another layout or quantisation.
+
+    The same command again goes on where an interrupted one stopped.
+    """
+    from automimo.convert import ConvertOptions, run_convert
+    from automimo.mimo_v2_flash.storage import SourceOptions
+
+    options = ConvertOptions(to, layout, checkpoint_tp, SourceOptions(source_layout, source_tp, flash_v_scales))
+    return run_convert(source, target, options, like=like, workers=workers, verify=verify)
+
+
+@verb
 def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]) -> int:
     """Draw the loss picture of a run, print its card."""
     from automimo.report import run_report

@@ -98,8 +98,8 @@ def run_command(words: list[str], root: Path, call: Callable[..., Completed]) ->
         subprocess.run(script, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         return
     assert short[0] == "automimo", f"{shlex.join(words)}: no test knows how to run this"
-    if short[1] == "init":
-        shutil.rmtree(root / short[2], ignore_errors=True)
+    if short[1] in ("init", "convert"):
+        shutil.rmtree(root / short[2 if short[1] == "init" else 3], ignore_errors=True)
     done = call(*short[1:])
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
 
@@ -127,7 +127,7 @@ def test_the_readme_has_commands() -> None:
     ]
     assert ["make", "quickstart"] in found
     assert {words[1] for words in found if words[0] == "automimo"} >= {
-        *("init", "train", "generate", "evaluate", "inspect", "report", "doctor"),
+        *("init", "train", "generate", "evaluate", "inspect", "convert", "report", "doctor"),
     }
 
 

@@ -64,15 +64,27 @@ class TensorReader:
         info = self.info(key)
         return self._tensor(info, info.begin, info.shape)
 
-    def read_rows(self, key: str, start: int, stop: int) -> torch.Tensor:
-        """Rows `start` to `stop` (exclusive) of dimension 0; only their bytes are read."""
+    def read_rows(self, key: str, start: int, stop: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows `start` to `stop` (exclusive) of dimension 0; only their bytes are read.
+
+        `out` is a contiguous CPU buffer of the tensor's dtype that holds at least so many rows; then its first rows are
+        filled and returned.
+        """
         info = self.info(key)
         if not info.shape:
             raise CheckpointError(f"{info.file}: tensor {key!r} is a scalar and has no rows")
         if not 0 <= start <= stop <= info.shape[0]:
             raise CheckpointError(f"{info.file}: rows {start}:{stop} of tensor {key!r}, which has {info.shape[0]} rows")
         row_bytes = info.nbytes // info.shape[0] if info.shape[0] else 0
-        return self._tensor(info, info.begin + start * row_bytes, (stop - start, *info.shape[1:]))
+        offset, shape = info.begin + start * row_bytes, (stop - start, *info.shape[1:])
+        if out is None:
+            return self._tensor(info, offset, shape)
+        rows = out[: stop - start]
+        if rows.dtype != info.torch_dtype or rows.shape != shape or not rows.is_contiguous():
+            raise CheckpointError(f"{info.file}: {list(shape)} of tensor {key!r} do not fit a buffer {list(out.shape)}")
+        if rows.numel():
+            self._fill(info, offset, rows.reshape(-1).view(torch.uint8))
+        return rows
 
     def read_into(self, key: str, destination: torch.Tensor) -> None:
         """Fill `destination` (same shape; any strides, any device; a parameter is allowed) with the stored tensor.

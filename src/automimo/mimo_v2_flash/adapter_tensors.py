@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from automimo.checkpoint.safetensors_file import TORCH_DTYPES
 from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
 from automimo.mimo_v2_flash.storage.encode import encode_group
 from automimo.mimo_v2_flash.storage.geometry import attention_shape, released_tp
-from automimo.mimo_v2_flash.storage.in_memory import row_major
 from automimo.mimo_v2_flash.storage.matrices import (
     PARTS,
     StoredMatrix,
@@ -22,10 +22,13 @@ from automimo.mimo_v2_flash.storage.matrices import (
     fp8_matrix,
     has_flash_grid,
     is_quantised,
+    mxfp4_matrix,
     stored_tensors,
     stored_together,
 )
 from automimo.mimo_v2_flash.storage.target import TargetForm, target_form, target_matrices
+from automimo.moe.split_experts import local_tensor
+from automimo.quantization import GROUP
 
 # The parts of the inner model, whose own state dict has no "model." in front of its keys.
 _INNER = re.compile(r"(layers|mtp|embed_tokens|norm)\.")
@@ -96,7 +99,7 @@ def _encode(group: Sequence[StoredMatrix], values: Sequence[Tensor]) -> list[tup
     stored = stored_tensors(group)
     if values[0].is_meta:
         return [(tensor, empty_stored(tensor, values[0].device)) for tensor in stored]
-    return list(zip(stored, encode_group(group, [row_major(value.detach()) for value in values]), strict=True))
+    return list(zip(stored, encode_group(group, [value.detach() for value in values]), strict=True))
 
 
 def check_projections(keys: Mapping[str, object]) -> None:
@@ -140,3 +143,27 @@ def may_share_scales(prefix: str, config: MiMoV2FlashConfig) -> bool:
 def empty_stored(tensor: StoredTensor, device: torch.device) -> Tensor:
     """Uninitialised memory for a stored tensor."""
     return torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device=device)
+
+
+def mxfp4_destinations(key: str, weight: Tensor) -> list[tuple[str, Tensor]]:
+    """Memory for the MXFP4 codes and scales of the matrix `weight` [out, in]; for a DTensor DTensors placed alike.
+
+    Raises CheckpointError unless the columns, this rank's too, are whole groups.
+    """
+    local = local_tensor(weight)
+    if weight.ndim != 2:
+        raise CheckpointError(f"{key}: MXFP4 needs a matrix, got shape {list(weight.shape)}")
+    for what, columns in (("it has", weight.shape[1]), ("this rank's part has", local.shape[1])):
+        if columns % GROUP:
+            raise CheckpointError(f"{key}: MXFP4 needs an input divisible by {GROUP}, {what} {columns} columns")
+    whole, parts = (mxfp4_matrix(key, (tensor.shape[0], tensor.shape[1])).stored for tensor in (weight, local))
+    result: list[tuple[str, Tensor]] = []
+    for stored, part in zip(whole, parts, strict=True):
+        memory = empty_stored(part, local.device)
+        if isinstance(weight, DTensor):
+            memory = DTensor.from_local(
+                memory, weight.device_mesh, weight.placements, run_check=False,
+                shape=torch.Size(stored.shape), stride=(stored.shape[1], 1),
+            )  # fmt: skip
+        result.append((stored.key, memory))
+    return result

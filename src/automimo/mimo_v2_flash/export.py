@@ -17,7 +17,7 @@ from automimo.checkpoint import FolderContents, PlannedTensor, TensorEntry, Unit
 from automimo.checkpoint.writer import Produced
 from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.storage import StoredCheckpoint, StoredMatrix, stored_tensors, stored_together
-from automimo.mimo_v2_flash.storage.encode import cast
+from automimo.mimo_v2_flash.storage.encode import cast, row_major
 from automimo.mimo_v2_flash.storage.matrices import plain_matrix
 from automimo.mimo_v2_flash.storage.transfer import Tally, encode_unless_unchanged, planned, raw_unit, transfer_units
 from automimo.mimo_v2_flash.weights import ROUTER_SUFFIXES, SINK_SUFFIX, checkpoint_places
@@ -118,7 +118,7 @@ def _encode(
 
 def _cast(key: str, view: Tensor, dtype: torch.dtype) -> Tensor:
     try:
-        return cast(view.detach(), dtype, key)
+        return row_major(cast(view.detach(), dtype, key))
     except CheckpointError as error:
         raise CheckpointError(f"{error}; export in float32") from error
 

@@ -26,6 +26,7 @@ from automimo.mimo_v2_flash.adapter_tensors import (
     empty_stored,
     encoded,
     full_key,
+    mxfp4_destinations,
     projection,
     quantization_of,
     scale_tensor,
@@ -41,14 +42,12 @@ from automimo.mimo_v2_flash.storage.matrices import (
     fused_matrices,
     is_quantised,
     is_routed_expert,
-    mxfp4_matrix,
     stored_tensors,
 )
 from automimo.mimo_v2_flash.storage.target import TargetForm
 from automimo.mimo_v2_flash.weights import is_carried
 from automimo.moe import MoEConfig
 from automimo.moe.split_experts import MoESplitExpertsStateDictMixin, copy_to_native, copy_whole, local_tensor
-from automimo.quantization import GROUP
 
 
 class MiMoV2FlashStateDictAdapter(MoESplitExpertsStateDictMixin, StateDictAdapter):
@@ -224,25 +223,7 @@ class MiMoV2FlashStateDictAdapter(MoESplitExpertsStateDictMixin, StateDictAdapte
         """Memory for the packed codes [out, in / 2] and scales [out, in / 32] (uint8) of the expert matrix `weight`
         [out, in]; for a DTensor they are DTensors placed alike. Raises CheckpointError for what MXFP4 cannot hold.
         """
-        local = local_tensor(weight)
-        if weight.ndim != 2:
-            raise CheckpointError(f"{key}: MXFP4 needs a matrix, got shape {list(weight.shape)}")
-        for what, columns in (("it has", weight.shape[1]), ("this rank's part has", local.shape[1])):
-            if columns % GROUP:
-                raise CheckpointError(f"{key}: MXFP4 needs an input divisible by {GROUP}, {what} {columns} columns")
-        result: list[tuple[str, Tensor]] = []
-        whole = stored_tensors([mxfp4_matrix(key, (weight.shape[0], weight.shape[1]))])
-        for stored, part in zip(
-            whole, stored_tensors([mxfp4_matrix(key, (local.shape[0], local.shape[1]))]), strict=True
-        ):
-            memory = empty_stored(part, local.device)
-            if isinstance(weight, DTensor):
-                memory = DTensor.from_local(
-                    memory, weight.device_mesh, weight.placements, run_check=False,
-                    shape=torch.Size(stored.shape), stride=(stored.shape[1], 1),
-                )  # fmt: skip
-            result.append((stored.key, memory))
-        return result
+        return mxfp4_destinations(key, weight)
 
     def _create_scale_inv_for_hf_key(self, key: str, weight: Tensor) -> Tensor:
         """fp32 ones in the shape of the scales that the released files store next to an FP8 `weight` [out, in]."""

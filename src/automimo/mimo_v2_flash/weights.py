@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from automimo.checkpoint import Ledger
-from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.storage import StoredCheckpoint
-from automimo.mimo_v2_flash.storage.stored_checkpoint import FLOATING
 
 # Parts of a release that a text run does not train. They go from the source to the export byte for byte.
 CARRIED_PREFIXES = ("model.mtp.", "visual.", "audio_encoder.", "speech_embeddings.")
@@ -110,19 +108,3 @@ def load_weights(model: nn.Module, source: StoredCheckpoint) -> None:
             if not is_carried(key):
                 place = places[key]
                 source.read_into(key, place.view(state[place.parameter]))
-
-
-def check_layout(where: str, dtypes: Mapping[str, str]) -> None:
-    """Raise CheckpointError unless the text keys (key -> safetensors dtype) are of the plain split layout."""
-    text = {key: dtype for key, dtype in dtypes.items() if not is_carried(key)}
-    fused = next((key for key in text if key.endswith(".qkv_proj.weight")), None)
-    if fused is not None:
-        raise CheckpointError(
-            f"{where}: {fused} is a fused projection; this version reads the split layout (q_proj, k_proj, v_proj)"
-        )
-    quantised = next((key for key, dtype in text.items() if dtype not in FLOATING), None)
-    if quantised is not None:
-        raise CheckpointError(
-            f"{where}: {quantised} is stored as {text[quantised]}; this version reads checkpoints in "
-            f"{', '.join(FLOATING)}, not quantised ones"
-        )

@@ -35,17 +35,18 @@ def decode_fp8(
     *,
     dtype: torch.dtype = torch.bfloat16,
     out: Tensor | None = None,
+    refuse_nan: bool = False,
 ) -> Tensor:
     """Decode an FP8 matrix.
 
     codes: float8_e4m3fn [R, C]; scales: fp32 [S, ceil(C / 128)]; strips: which rows use which row of scales, by default
     a plain grid of blocks (then S = ceil(R / 128)). Returns [R, C] in `dtype`: the fp32 product, rounded once. With
     `out`, a [R, C] tensor of any strides and floating dtype (a transposed view of a parameter, say), the values are
-    written there and `out` is returned. NaN codes give NaN and products too large for the dtype inf: whether a file
-    may hold them is the caller's to say.
+    written there and `out` is returned. NaN codes give NaN, or with `refuse_nan` an error; products too large for the
+    dtype give inf.
 
-    Raises TypeError for other dtypes, CheckpointError when the shape of the scales does not fit the codes, ValueError
-    for strips that do not cover the matrix.
+    Raises TypeError for other dtypes, CheckpointError when the shape of the scales does not fit the codes and for
+    refused NaN codes, ValueError for strips that do not cover the matrix.
     """
     strips = _checked_strips(codes, scales, strips)
     out = result(codes.shape, dtype, codes.device, out)
@@ -62,7 +63,10 @@ def decode_fp8(
         shifted_scale = scale * 2.0**8
         for row, count in row_chunks(strip.row, strip.rows, columns):
             part, floats = codes[row : row + count], product[:count]
-            if shifted and not _has_nan(part):
+            nan = (shifted or refuse_nan) and has_nan(part)
+            if nan and refuse_nan:
+                raise CheckpointError("holds NaN codes; the file is damaged, download or write it again")
+            if shifted and not nan:
                 halves = widened[:count].copy_(part.view(torch.int8))  # sign-extended: bits 15 and 14 become the sign
                 halves.mul_(1 << 7).bitwise_and_(-0x4080)  # 0xBF80: clears bit 14, the top bit of the exponent
                 floats.copy_(halves.view(torch.float16)).mul_(shifted_scale)
@@ -153,8 +157,11 @@ def _over_columns(scale_row: Tensor, columns: int) -> Tensor:
     return scale_row.repeat_interleave(BLOCK)[:columns]
 
 
-def _has_nan(codes: Tensor) -> bool:
-    """Whether there is a byte 0x7F or 0xFF: the largest of all as signed and as unsigned numbers."""
+def has_nan(codes: Tensor) -> bool:
+    """Whether e4m3 codes (any number of them, at least one) hold a NaN.
+
+    Its bytes, 0x7F and 0xFF, are the largest of all as signed and as unsigned numbers.
+    """
     return codes.view(torch.int8).max().item() == 0x7F or codes.view(torch.uint8).max().item() == 0xFF
 
 

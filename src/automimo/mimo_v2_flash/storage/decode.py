@@ -8,12 +8,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from automimo.checkpoint.safetensors_file import TORCH_DTYPES
 from automimo.checkpoint.tensor_reader import TensorReader
 from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.storage.matrices import StoredMatrix
-from automimo.quantization import Strip, check_scales, decode_fp8, decode_mxfp4
+from automimo.quantization import Strip, check_scales, decode_fp8, decode_mxfp4, has_nan
 
 E4M3_MAX = 448.0
+PIECE = 2**20
+"""Elements that `iter_matrix` gives at a time."""
 
 
 def read_matrix(
@@ -45,22 +48,53 @@ def read_matrix(
     elif matrix.encoding == "plain" and not matrix.rows and (start, stop) == (0, matrix.shape[0]):
         reader.read_into(matrix.weight.key, out)
         return out
-    with torch.no_grad(), _naming(matrix):
-        target = out.detach()
-        if matrix.encoding == "mxfp4":
-            codes = reader.read_rows(matrix.weight.key, start, stop)
-            scales = reader.read_rows(matrix.scales[0].key, start, stop)
-            decode_mxfp4(codes.to(target.device), scales.to(target.device), out=target)
-        elif matrix.encoding == "fp8":
-            table = read_scales(reader, matrix)
-            for first, rows, at in pieces(matrix, start, stop):
-                codes = reader.read_rows(matrix.weight.key, first, first + rows)
-                strips = cut_strips(matrix.strips, start + at, start + at + rows)
-                _decode_piece(codes, table, strips, target[at : at + rows])
-        else:
-            for first, rows, at in pieces(matrix, start, stop):
-                target[at : at + rows].copy_(reader.read_rows(matrix.weight.key, first, first + rows))
+    scales = read_scales(reader, matrix) if matrix.encoding == "fp8" else None
+    _decode_rows(reader, matrix, scales, start, stop, out.detach(), None)
     return out
+
+
+def iter_matrix(reader: TensorReader, matrix: StoredMatrix, dtype: torch.dtype) -> Iterator[Tensor]:
+    """A stored matrix in `dtype`, about a million elements at a time, as `read_matrix` reads it.
+
+    Each piece [rows, columns] is valid until the next one is asked for: all lie in one buffer, so that memory is
+    touched for the first time only once and what was decoded is still in the caches when it is written.
+    """
+    step = max(1, PIECE // max(1, matrix.shape[1]))
+    rows = min(step, matrix.shape[0])
+    buffer = torch.empty((rows, matrix.shape[1]), dtype=dtype)
+    codes = torch.empty((rows, *matrix.weight.shape[1:]), dtype=TORCH_DTYPES[matrix.weight.dtype])
+    scales = read_scales(reader, matrix) if matrix.encoding == "fp8" else None
+    for start in range(0, matrix.shape[0], step):
+        stop = min(start + step, matrix.shape[0])
+        piece = buffer[: stop - start]
+        _decode_rows(reader, matrix, scales, start, stop, piece, codes)
+        yield piece
+
+
+@torch.no_grad()
+def _decode_rows(
+    reader: TensorReader,
+    matrix: StoredMatrix,
+    scales: Tensor | None,
+    start: int,
+    stop: int,
+    out: Tensor,
+    buffer: Tensor | None,
+) -> None:
+    """Rows `start` to `stop` into `out`; `scales` are those of an FP8 matrix, `buffer` takes the stored rows."""
+    with _naming(matrix):
+        if matrix.encoding == "mxfp4":
+            codes = reader.read_rows(matrix.weight.key, start, stop, buffer)
+            exponents = reader.read_rows(matrix.scales[0].key, start, stop)
+            decode_mxfp4(codes.to(out.device), exponents.to(out.device), out=out)
+            return
+        for first, rows, at in pieces(matrix, start, stop):
+            stored = reader.read_rows(matrix.weight.key, first, first + rows, buffer)
+            if scales is None:
+                out[at : at + rows].copy_(stored)
+            else:
+                strips = cut_strips(matrix.strips, start + at, start + at + rows)
+                _decode_piece(stored, scales, strips, out[at : at + rows])
 
 
 def read_scales(reader: TensorReader, matrix: StoredMatrix) -> Tensor:
@@ -93,21 +127,13 @@ def cut_strips(strips: tuple[Strip, ...], start: int, stop: int) -> list[Strip]:
 
 
 def refuse_nan_codes(codes: Tensor) -> None:
-    """Raise CheckpointError if e4m3 codes hold a NaN (0x7f or 0xff): weights have none, so the file is damaged."""
-    if codes.numel() == 0:
-        return
-    # As int8 the two are the largest number and -1. Adding 1 makes the first -128, the smallest, and the second 0.
-    if bool(torch.isnan(codes.float()).any() if codes.is_meta else _has_nan(codes.view(torch.int8))):
+    """Raise CheckpointError if e4m3 codes hold a NaN: weights have none, so the file is damaged."""
+    if codes.numel() and has_nan(codes):
         raise CheckpointError("holds NaN codes; the file is damaged, download or write it again")
 
 
-def _has_nan(codes: Tensor) -> bool:
-    return bool((codes == 127).any()) or bool((codes == -1).any())
-
-
 def _decode_piece(codes: Tensor, table: Tensor, strips: list[Strip], target: Tensor) -> None:
-    refuse_nan_codes(codes)
-    decode_fp8(codes.to(target.device), table.to(target.device), strips, out=target)
+    decode_fp8(codes.to(target.device), table.to(target.device), strips, out=target, refuse_nan=True)
     used = table[[strip.scale_row for strip in strips]]
     limit = torch.finfo(target.dtype).max
     if used.numel() and float(used.max()) * E4M3_MAX > limit and not bool(torch.isfinite(target).all()):

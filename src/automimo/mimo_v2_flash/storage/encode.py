@@ -24,13 +24,13 @@ def encode_group(group: Sequence[StoredMatrix], values: Sequence[Tensor]) -> lis
     first = group[0]
     if first.encoding == "plain":
         return _encode_plain(group, values)
-    for matrix, value in zip(group, values, strict=True):
-        if not bool(torch.isfinite(value).all()):
-            raise CheckpointError(f"{matrix.key}: has values that are not finite, which {matrix.encoding} cannot hold")
-    if first.encoding == "mxfp4":
-        return list(encode_mxfp4(values[0]))
-    stacked = values[0] if len(values) == 1 else torch.cat(list(values))
-    codes, table = encode_fp8(stacked, stacked_strips(group))
+    try:
+        if first.encoding == "mxfp4":
+            return list(encode_mxfp4(row_major(values[0])))
+        stacked = row_major(values[0]) if len(values) == 1 else torch.cat(list(values))
+        codes, table = encode_fp8(stacked, stacked_strips(group))
+    except CheckpointError as error:
+        raise CheckpointError(f"{', '.join(matrix.key for matrix in group)}: {error}") from error
     return _scatter_fp8(group, codes, table)
 
 
@@ -103,6 +103,17 @@ def cast(value: Tensor, dtype: torch.dtype, key: str) -> Tensor:
         largest = float(value.abs().nan_to_num(0.0).max())
         raise CheckpointError(f"{key} overflows {dtype} (largest magnitude {largest:.3g}) or is not finite")
     return result
+
+
+def row_major(matrix: Tensor) -> Tensor:
+    """A contiguous copy of a matrix, or itself.
+
+    The view of one expert in a stack is a transposed slice. torch has a fast transposition, but only for whole
+    matrices: packing the slice first takes 27 ms for a bf16 gate of V2.5 [2048, 4096], `contiguous` 65 ms (one core).
+    """
+    if matrix.is_contiguous() or matrix.ndim != 2:
+        return matrix.contiguous()
+    return torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device).copy_(matrix.t().contiguous().t())
 
 
 def _encode_plain(group: Sequence[StoredMatrix], values: Sequence[Tensor]) -> list[Tensor]:

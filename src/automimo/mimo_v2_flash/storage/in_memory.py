@@ -34,9 +34,10 @@ class StateDictReader(CheckpointReader):
         self.info(key)
         return self._values[key].detach()
 
-    def read_rows(self, key: str, start: int, stop: int) -> Tensor:
-        """Rows `start` to `stop` (exclusive) of dimension 0, a view."""
-        return self.read(key)[start:stop]
+    def read_rows(self, key: str, start: int, stop: int, out: Tensor | None = None) -> Tensor:
+        """Rows `start` to `stop` (exclusive) of dimension 0: a view, or a copy in the first rows of `out`."""
+        rows = self.read(key)[start:stop]
+        return rows if out is None else out[: stop - start].copy_(rows)
 
     def read_into(self, key: str, destination: Tensor) -> None:
         """Copy the tensor into `destination` (same shape; any strides, dtype and device)."""
@@ -73,14 +74,3 @@ def decode_in_memory(reader: StateDictReader, matrix: StoredMatrix, out: Tensor)
     """
     if not (out.is_meta or reader.read(matrix.weight.key).is_meta):
         read_matrix(reader, matrix, out=out)
-
-
-def row_major(matrix: Tensor) -> Tensor:
-    """A contiguous copy of a matrix, or itself.
-
-    The view of one expert in a stack is a transposed slice. torch has a fast transposition, but only for whole
-    matrices: packing the slice first takes 27 ms for a bf16 gate of V2.5 [2048, 4096], `contiguous` 65 ms (one core).
-    """
-    if matrix.is_contiguous() or matrix.ndim != 2:
-        return matrix.contiguous()
-    return torch.empty(matrix.shape, dtype=matrix.dtype, device=matrix.device).copy_(matrix.t().contiguous().t())

@@ -17,6 +17,7 @@ from automimo.checkpoint.safetensors_file import TORCH_DTYPES, tensor_bytes
 from automimo.checkpoint.tensor_reader import CHUNK_BYTES, row_chunks
 from automimo.checkpoint.writer import PlannedTensor, Produced
 from automimo.errors import CheckpointError
+from automimo.mimo_v2_flash.storage.decode import iter_matrix
 from automimo.mimo_v2_flash.storage.encode import cast, encode_group, recode_fp8
 from automimo.mimo_v2_flash.storage.matrices import StoredMatrix, StoredTensor, stored_tensors, stored_together
 from automimo.mimo_v2_flash.storage.stored_checkpoint import StoredCheckpoint
@@ -64,6 +65,8 @@ def transfer_units(
         elif _only_cast(sources, group):
             info = source.reader.info(group[0].weight.key)
             units.append(cast_unit(source.reader, info, TORCH_DTYPES[group[0].weight.dtype], tally))
+        elif _only_decoded(sources, group):
+            units.append(_unit(group, partial(_decode_chunks, source.reader, sources[0], group[0], tally), sources))
         else:
             produce = partial(_convert, source, sources, group, reference, tally)
             units.append(_unit(group, produce, sources))
@@ -138,6 +141,22 @@ def _only_cast(sources: Group, group: Group) -> bool:
         and (source.encoding, target.encoding) == ("plain", "plain")
         and not (source.rows or target.rows)
     )
+
+
+def _only_decoded(sources: Group, group: Group) -> bool:
+    """Whether one matrix is decoded, or cut out of a fused one, so that it can go through in small pieces."""
+    source, target = sources[0], group[0]
+    if len(group) > 1 or target.encoding != "plain" or target.rows:
+        return False
+    return source.encoding != "plain" or source.weight.dtype == target.weight.dtype
+
+
+def _decode_chunks(
+    reader: CheckpointReader, source: StoredMatrix, target: StoredMatrix, tally: Tally
+) -> list[Produced]:
+    tally.add("converted", 1)
+    pieces = iter_matrix(reader, source, TORCH_DTYPES[target.weight.dtype])
+    return [(piece.reshape(-1).view(torch.uint8).numpy().data for piece in pieces)]
 
 
 def _cast_chunks(reader: CheckpointReader, info: TensorInfo, dtype: torch.dtype, tally: Tally) -> list[Produced]:
