@@ -16,7 +16,7 @@ from automimo.errors import CheckpointError, ConfigError, DataError, TrainingErr
 
 from .conftest import Completed, check_readable_failure, run_cli
 
-VERBS = ["init", "train", "generate", "evaluate", "inspect", "report", "doctor"]
+VERBS = ["init", "train", "generate", "evaluate", "inspect", "convert", "report", "doctor"]
 ESCAPE = "\x1b"
 
 

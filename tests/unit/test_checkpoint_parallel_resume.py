@@ -122,9 +122,8 @@ import os, random, signal, sys, time
 from pathlib import Path
 import torch
 from automimo.checkpoint import PlannedTensor, Unit, plan_files, write_units
+from kill_calls import killed_at
 
-# "os.truncate" is a file under its temporary name that has its size, "produce" a unit that begins.
-CALLS = {"open", "os.truncate", "os.rename", "os.remove", "os.listdir", "os.scandir", "produce"}
 torch.set_num_threads(1)
 
 def units(seconds):
@@ -141,21 +140,6 @@ def write(folder, workers, seconds=0.0):
     plan = units(seconds)
     write_units(folder, plan, plan_files(plan, 900, index=True), workers=workers, metadata={"a": 1})
 
-def killed_at(k, folder, workers):
-    pid = os.fork()
-    if pid == 0:
-        count = 0
-        def hook(event, args):
-            nonlocal count
-            if event in CALLS:
-                count += 1
-                if count == k:
-                    os.kill(os.getpid(), signal.SIGKILL)
-        sys.addaudithook(hook)
-        write(folder, workers)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-
 def inodes(folder):
     return {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in folder.glob("*.safetensors")}
 
@@ -167,7 +151,7 @@ for workers in (1, 2):
     for k in range(1, 1000):
         folder = root / f"{workers}-{k}"
         folder.mkdir()
-        if not killed_at(k, folder, workers):
+        if not killed_at(k, lambda: write(folder, workers)):
             break
         kills += 1
         kept = inodes(folder)
@@ -207,7 +191,7 @@ print(kills, sorted(finished))
 def test_killed_before_every_call_and_at_any_moment_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     child = subprocess.run(
         [sys.executable, "-c", KILLER, str(tmp_path)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True,
         text=True,
         timeout=150,

@@ -21,23 +21,7 @@ import json, os, signal, sys
 from pathlib import Path
 from automimo.checkpoint import publish_folder, recover_folder, write_text_atomic
 from automimo.checkpoint.publish import remove_folder
-
-CALLS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir", "os.scandir"}
-
-def killed_at(k, work):
-    pid = os.fork()
-    if pid == 0:
-        count = 0
-        def hook(event, args):
-            nonlocal count
-            if event in CALLS:
-                count += 1
-                if count == k:
-                    os.kill(os.getpid(), signal.SIGKILL)
-        sys.addaudithook(hook)
-        work()
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+from kill_calls import killed_at
 
 def fill(folder, text):
     (folder / "sub").mkdir()
@@ -78,7 +62,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
     root = tmp_path_factory.mktemp("killed")
     child = subprocess.run(
         [sys.executable, "-c", KILLER, str(root)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "DEAD": dead_suffix()},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DEAD": dead_suffix(), "PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True,
         text=True,
         timeout=150,

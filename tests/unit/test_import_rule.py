@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": set(),
     # The model stands on the ground floor, what uses it stands on the model.
     "mimo_v2_flash": {"attention", "backend", "checkpoint", "fp32", "moe", "quantization"},
-    "convert": {"checkpoint", "mimo_v2_flash"},
+    "convert": {"checkpoint", "mimo_v2_flash", "quantization"},
     "inspect_checkpoint": {"checkpoint", "mimo_v2_flash"},
     "generate": {"attention", "backend", "mimo_v2_flash"},
     "init_model": {"checkpoint", "data", "machine", "mimo_v2_flash"},

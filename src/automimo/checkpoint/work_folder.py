@@ -41,7 +41,7 @@ def work_folder(final: str | Path, fingerprint: str) -> Iterator[Path]:
     Raises CheckpointError when `final` exists or cannot be made, or while another process writes the same `final`.
     """
     target = Path(os.path.abspath(final))  # noqa: PTH100 -- resolve() would follow a link at the last step
-    work = target.with_name(f".{target.name}.work")
+    work = work_path(target)
     content = work / _CONTENT
     if work.is_symlink() or (work.exists() and not work.is_dir()):
         raise CheckpointError(f"{work}: is a file or a link, not the folder of an interrupted run; remove it")
@@ -70,6 +70,12 @@ def work_folder(final: str | Path, fingerprint: str) -> Iterator[Path]:
         _remove_work(work)
     finally:
         os.close(descriptor)
+
+
+def work_path(final: str | Path) -> Path:
+    """The hidden folder in which `final` is made; what is left of an interrupted run."""
+    target = Path(final)
+    return target.with_name(f".{target.name}.work")
 
 
 def _remove_work(work: Path) -> None:

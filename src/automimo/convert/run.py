@@ -13,7 +13,7 @@ from rich.console import Console
 
 from automimo.checkpoint import CheckpointReader, copy_side_files, write_text_atomic
 from automimo.checkpoint.parallel_writer import Progress, write_units
-from automimo.checkpoint.work_folder import work_folder
+from automimo.checkpoint.work_folder import work_folder, work_path
 from automimo.convert.plan import Conversion, ConvertOptions, plan_conversion
 from automimo.convert.progress import ByteProgress
 from automimo.convert.verify import Verification, verify_conversion
@@ -36,17 +36,20 @@ def convert_checkpoint(
     workers: int | None = None,
     verify: bool = False,
     console: Console | None = None,
+    progress: Console | None = None,
 ) -> Conversion:
     """Write `source` (a folder or Hub id) as the new folder `target`, in the form that `options.to` or `like` says.
 
     The target appears complete or not at all: it is written under a hidden name beside it and renamed. A run that was
     interrupted or killed goes on where it was when called again with the same arguments; an error leaves nothing.
     `workers` threads (default: one per core) hold one matrix each. With `verify` the new folder is read again and
-    compared before it gets its name. Progress goes to `console`. Returns what was done.
+    compared before it gets its name. What is done is told on `console` (default: stdout), how far it is on `progress`
+    (default: stderr). Returns what was done.
 
     Raises CheckpointError for a target that exists, too little disk, and everything that is wrong with the source.
     """
-    console = console or Console(stderr=True, highlight=False)
+    progress = progress or console or Console(stderr=True)
+    console = console or Console()
     if (options.to is None) == (like is None):
         raise CheckpointError("give either --to bf16, fp8 or mxfp4, or --like REFERENCE")
     if like is not None and (options.layout is not None or options.tp is not None):
@@ -64,7 +67,7 @@ def convert_checkpoint(
         _say(console, describe_plan(conversion))
         with work_folder(target, conversion.fingerprint()) as content:
             started = time.monotonic()
-            with ByteProgress(console, "convert") as display:
+            with ByteProgress(progress, "convert") as display:
                 write_units(
                     content,
                     conversion.units,
@@ -83,7 +86,7 @@ def convert_checkpoint(
             )
             _say(console, describe_tally(conversion))
             if verify:
-                _say(console, describe_verification(_verify(conversion, content, workers, options, console)))
+                _say(console, describe_verification(_verify(conversion, content, workers, options, progress)))
     _say(console, f"done     {target}")
     return conversion
 
@@ -98,7 +101,11 @@ def run_convert(
     verify: bool,
 ) -> int:
     """The verb `convert`."""
-    convert_checkpoint(source, target, options, like=like, workers=workers, verify=verify)
+    try:
+        convert_checkpoint(source, target, options, like=like, workers=workers, verify=verify)
+    except KeyboardInterrupt:
+        print(f"stopped  the same command goes on; to give up, remove {work_path(target)}")
+        raise
     return 0
 
 
@@ -150,11 +157,11 @@ def _opened(folder: Path, options: SourceOptions) -> Iterator[StoredCheckpoint]:
 
 
 def _verify(
-    conversion: Conversion, content: Path, workers: int, options: ConvertOptions, console: Console
+    conversion: Conversion, content: Path, workers: int, options: ConvertOptions, progress: Console
 ) -> Verification:
     started = time.monotonic()
     done = 0
-    with ByteProgress(console, "verify") as display:
+    with ByteProgress(progress, "verify") as display:
 
         def on_bytes(nbytes: int) -> None:
             nonlocal done

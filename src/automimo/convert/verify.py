@@ -23,7 +23,7 @@ from automimo.mimo_v2_flash.storage.steps import LARGEST_STEPS, rounding_steps
 from automimo.mimo_v2_flash.storage.transfer import read_for, stored_bytes
 
 # Rows are compared in pieces of about this many elements.
-_PIECE = 4 * 2**20
+_PIECE = 2**20
 
 
 @dataclass(frozen=True)
