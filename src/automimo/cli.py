@@ -195,6 +195,8 @@ def convert(
     ] = None,
     source_layout: Annotated[SourceLayout | None, typer.Option(help="Of SRC: what its files do not tell.")] = None,
     source_tp: Annotated[int | None, typer.Option(min=1, help="Of SRC: shards of its fused attention.")] = None,
+    like_layout: Annotated[SourceLayout | None, typer.Option(help="Of --like: what its files do not tell.")] = None,
+    like_tp: Annotated[int | None, typer.Option(min=1, help="Of --like: shards of its fused attention.")] = None,
     flash_v_scales: Annotated[VScales, typer.Option(help="How V2-Flash scales V.")] = "strip",
     workers: Annotated[int | None, typer.Option(min=1, help="Threads; default: one per core.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Read the result again and compare.")] = False,
@@ -206,7 +208,9 @@ def convert(
     from automimo.convert import ConvertOptions, run_convert
     from automimo.mimo_v2_flash.storage import SourceOptions
 
-    options = ConvertOptions(to, layout, checkpoint_tp, SourceOptions(source_layout, source_tp, flash_v_scales))
+    source_options = SourceOptions(source_layout, source_tp, flash_v_scales)
+    reference_options = SourceOptions(like_layout, like_tp, flash_v_scales)
+    options = ConvertOptions(to, layout, checkpoint_tp, source_options, reference_options)
     return run_convert(source, target, options, like=like, workers=workers, verify=verify)
 
 

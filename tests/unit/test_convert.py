@@ -1,6 +1,7 @@
 """Conversions between all forms, against folders that an independent oracle wrote."""
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from rich.console import Console
 from tiny_folders import tensors_of
 from torch import Tensor
 
+from automimo.checkpoint import Progress
 from automimo.convert import ConvertOptions, convert_checkpoint
+from automimo.convert.progress import ByteProgress
 
 MEDIA = ("visual.", "audio_encoder.", "speech_embeddings.")
 KEPT = (".mlp.gate.weight", ".mlp.gate.e_score_correction_bias", ".attention_sink_bias")
@@ -86,3 +89,42 @@ def test_to_fp8_gives_the_bytes_of_the_oracle(tmp_path: Path, shape: Shape, sour
     if values["model_type"] == "mimo_v2" and shape is FLASH:
         expected.pop("store_dtype")  # without towers a mimo_v2 is taken for V2.5-Pro, whose file has no such key
     assert written["quantization_config"] == expected
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_workers(tmp_path: Path) -> None:
+    released(tmp_path / "source", OMNI, "mxfp4-fused", shards=3)
+    contents = []
+    for workers in (1, 3):
+        target = tmp_path / str(workers)
+        options = ConvertOptions("fp8", max_shard_bytes=2**20)
+        convert_checkpoint(tmp_path / "source", target, options, workers=workers, console=Console(quiet=True))
+        contents.append({path.relative_to(target): path.read_bytes() for path in target.rglob("*") if path.is_file()})
+    assert contents[0] == contents[1]
+    assert len([name for name in contents[0] if name.suffix == ".safetensors" and len(name.parts) == 1]) > 2
+
+
+def test_a_foreign_quantisation_leaves_nothing_in_the_config(tmp_path: Path) -> None:
+    """A BF16 copy whose config still speaks of another tool's format: the result says what it holds."""
+    released(tmp_path / "source", OMNI, "bf16-split")
+    values = read_json(tmp_path / "source" / "config.json")
+    foreign = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(values | {"quantization_config": foreign}))
+    convert(tmp_path / "source", tmp_path / "out", ConvertOptions("fp8"))
+    found = read_json(tmp_path / "out" / "config.json")["quantization_config"]
+    assert found == config(OMNI, "fp8-fused")["quantization_config"]
+    keys = {*values, "quantization_config", "attention_projection_layout"}
+    assert read_json(tmp_path / "out" / "config.json").keys() == keys
+
+
+def test_progress_tells_speed_and_time_left() -> None:
+    lines = StringIO()
+    with ByteProgress(Console(file=lines, width=120), "convert") as display:
+        for seconds in (1.0, 11.0, 12.0, 22.0):
+            display.show(Progress(int(seconds * 1e9), 44 * 10**9, seconds))
+    assert lines.getvalue() == "convert 25%, 1.00 GB/s, ETA 0:00:33\nconvert 50%, 1.00 GB/s, ETA 0:00:22\n"
+    screen = StringIO()
+    with ByteProgress(Console(file=screen, width=120, force_terminal=True), "convert") as display:
+        display.show(Progress(2 * 10**9, 4 * 10**9, 1.0))
+    assert "convert" in screen.getvalue()
+    assert "50 %" in screen.getvalue()
+    assert "2.00 GB/s" in screen.getvalue()

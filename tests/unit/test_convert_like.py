@@ -106,7 +106,7 @@ def test_a_source_that_does_not_fit_the_reference(tmp_path: Path, change, words:
     released(tmp_path / "release", FLASH, "mxfp4-fused")
     stored = dict(built(FLASH, "bf16-split")[0])
     change(stored)
-    write_folder(tmp_path / "tuned", stored, config(FLASH, "bf16-split"))
+    write_folder(tmp_path / "tuned", stored, config(FLASH, "mxfp4-fused"))
     with pytest.raises(CheckpointError) as error:
         convert(tmp_path / "tuned", tmp_path / "back", LIKE, like=tmp_path / "release")
     for word in words:

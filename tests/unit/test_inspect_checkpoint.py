@@ -45,8 +45,8 @@ def test_what_is_said_of_every_form(shape: Shape, form: str, tmp_path: Path) -> 
 
     layout, found_by = {
         "bf16-fused": ("fused", "--source-tp"),
-        "bf16-contiguous": ("contiguous", "--source-tp"),
-        "fp8-contiguous": ("contiguous", "--source-tp"),
+        "bf16-contiguous": ("contiguous", "--source-layout contiguous"),
+        "fp8-contiguous": ("contiguous", "--source-layout contiguous"),
         "fp8-fused": ("fused", "the scale rows of a full-attention layer"),
         "mxfp4-fused": ("fused", "the scale rows of a full-attention layer"),
     }.get(form, ("split", ""))

@@ -27,6 +27,8 @@ from automimo.mimo_v2_flash.storage import (
     target_form,
     target_matrices,
 )
+from automimo.mimo_v2_flash.storage.consistency import key_problems, mtp_layers
+from automimo.mimo_v2_flash.storage.key_table import text_shapes
 from automimo.mimo_v2_flash.storage.stored_checkpoint import FLOATING
 from automimo.mimo_v2_flash.storage.transfer import Tally, cast_unit, raw_unit, transfer_units
 from automimo.quantization import Strip
@@ -38,13 +40,14 @@ Target = Literal["bf16", "fp8", "mxfp4"]
 class ConvertOptions:
     """What to make. `to` with `layout` and `tp` (None: see `target_form`), or the form of a reference checkpoint.
 
-    `source` says about the source what its files do not.
+    `source` and `reference` say about the two what their files do not.
     """
 
     to: Target | None = None
     layout: Literal["split", "fused"] | None = None
     tp: int | None = None
     source: SourceOptions = field(default_factory=SourceOptions)
+    reference: SourceOptions = field(default_factory=SourceOptions)
     max_shard_bytes: int = MAX_SHARD_BYTES
 
 
@@ -54,7 +57,7 @@ class Conversion:
 
     `targets` say how the tensors of the split layout that come from the source are stored, `borrowed` are those that
     only the reference has, `raw` those that nobody interprets (key -> checkpoint that they come from). `side` is the
-    folder that the side files come from.
+    folder that the side files come from, `warnings` are what a user should know before trusting the result.
     """
 
     source: StoredCheckpoint
@@ -68,6 +71,7 @@ class Conversion:
     config: Mapping[str, Any]
     side: Path
     tally: Tally
+    warnings: Sequence[str]
 
     @property
     def read_bytes(self) -> int:
@@ -77,9 +81,13 @@ class Conversion:
     def written_bytes(self) -> int:
         return sum(unit.nbytes for unit in self.units)
 
+    def file_marks(self) -> list[Any]:
+        """Size and time of all files that are read; they must not change while the conversion runs."""
+        readers = [self.source.reader, *([self.reference.reader] if self.reference is not None else [])]
+        return [_file_marks(reader) for reader in readers]
+
     def fingerprint(self) -> str:
         """Changes with everything that decides a byte of the output: plan, sources (with size and time), version."""
-        readers = [self.source.reader, *([self.reference.reader] if self.reference is not None else [])]
         forms = _Forms()
         told = {
             "version": __version__,
@@ -89,7 +97,8 @@ class Conversion:
             "files": {name: list(keys) for name, keys in self.files.items()},
             "metadata": dict(self.metadata),
             "config": dict(self.config),
-            "read": [_file_marks(reader) for reader in readers],
+            "read": self.file_marks(),
+            "tensors": _places(self.source.reader),
         }
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
@@ -127,7 +136,11 @@ def _plan_to(source: StoredCheckpoint, options: ConvertOptions) -> Conversion:
     )
     shapes = {key: matrix.shape for key, matrix in source.matrices.items()}
     dtypes = {key: matrix.weight.dtype for key, matrix in source.matrices.items()}
+    known = text_shapes(source.config, mtp_layers(source.reader.tensors))
     targets = target_matrices(shapes, dtypes, source.config, form)
+    for key, matrix in source.matrices.items():
+        if key not in known and matrix.encoding == "plain":
+            targets[key] = matrix  # nobody knows what it is: it stays as it is
     tally = Tally()
     units = transfer_units(source, targets, tally)
     units += [_raw_tensor(source.reader, key, tally) for key in source.raw]
@@ -146,6 +159,7 @@ def _plan_to(source: StoredCheckpoint, options: ConvertOptions) -> Conversion:
         converted_config(config_values(source.reader.folder), source.config, form),
         source.reader.folder,
         tally,
+        _key_warnings(source),
     )
 
 
@@ -165,17 +179,20 @@ def _plan_like(source: StoredCheckpoint, reference: StoredCheckpoint) -> Convers
             )
         (targets if here else borrowed).update((matrix.key, matrix) for matrix in group)
         if not here:
-            units.append(raw_unit(reference.reader, group, tally))
+            units.append(raw_unit(reference.reader, group, tally, "borrowed"))
     units += transfer_units(source, targets, tally, reference)
     raw: dict[str, CheckpointReader] = {}
-    mine = set(source.raw)
+    own = set(source.raw)
     for key in reference.raw:
-        raw[key] = source.reader if key in mine else reference.reader
+        raw[key] = source.reader if key in own else reference.reader
         units.append(_raw_tensor(raw[key], key, tally, reference.reader.tensors[key].dtype))
     files: dict[str, list[str]] = {}
     for key, info in reference.reader.tensors.items():
         files.setdefault(info.file.name, []).append(key)
     metadata = {key: value for key, value in reference.reader.metadata.items() if key != "total_size"}
+    tp = reference.description.tp
+    if tp is not None and tp.found_by.startswith("--"):
+        metadata["tp_size"] = tp.size  # nothing in the reference tells it; the result does
     return Conversion(
         source,
         reference,
@@ -188,12 +205,46 @@ def _plan_like(source: StoredCheckpoint, reference: StoredCheckpoint) -> Convers
         config_values(folder),
         folder,
         tally,
+        _borrowed_warnings([*borrowed, *(key for key, reader in raw.items() if reader is reference.reader)]),
     )
 
 
+def _key_warnings(source: StoredCheckpoint) -> list[str]:
+    """Keys that a model of this config lacks or does not know; `inspect` calls them problems."""
+    found = key_problems(source.reader, source.config, source.description)
+    kinds: dict[str, list[str]] = {}
+    for what, key in found:
+        kinds.setdefault(what, []).append(key)
+    return [f"{len(keys)} x {what}: {_folded(keys)}" for what, keys in kinds.items()]
+
+
+def _borrowed_warnings(keys: Sequence[str]) -> list[str]:
+    return [f"{len(keys)} tensors that only the reference has come from it: {_folded(keys)}"] if keys else []
+
+
+def _folded(keys: Sequence[str]) -> str:
+    groups = group_keys(key for key in keys if key)
+    more = f" and {len(groups) - 6} more groups" if len(groups) > 6 else ""
+    return f"{', '.join(groups[:6])}{more}" if groups else "config.json"
+
+
+# What a fine-tune must have in common with the release that it goes back to, besides keys and shapes.
+_SAME_CONFIG = (
+    *("rms_norm_eps", "rope_theta", "swa_rope_theta", "partial_rotary_factor", "attention_value_scale"),
+    *("sliding_window", "layer_types", "mlp_layer_types", "num_attention_heads", "num_key_value_heads"),
+    *("swa_num_attention_heads", "swa_num_key_value_heads", "num_experts_per_tok", "n_group", "topk_group"),
+    *("scoring_func", "norm_topk_prob", "routed_scaling_factor"),
+)
+
+
 def _check_same_model(source: StoredCheckpoint, reference: StoredCheckpoint) -> None:
-    """The reference must have every tensor of the source, in the same shape: nothing is dropped silently."""
+    """The reference must be the same model and have every tensor of the source, in its shape: its config.json is taken,
+    and nothing is dropped silently."""
     where = f"{source.reader.folder} does not fit the reference {reference.reader.folder}"
+    mine, its = source.config.to_dict(), reference.config.to_dict()
+    differing = [f"{key} is {mine[key]}, in the reference {its[key]}" for key in _SAME_CONFIG if mine[key] != its[key]]
+    if differing:
+        raise CheckpointError(f"{where}: config.json: {'; '.join(differing)}. Correct the one that is wrong")
     raw, known = set(source.raw), set(reference.raw)
     lost = [key for key in source.matrices if key not in reference.matrices] + sorted(raw - known)
     if lost:
@@ -228,7 +279,9 @@ def _bytes_of(reader: CheckpointReader, key: str, tally: Tally) -> list[Any]:
 
 
 def _file_marks(reader: CheckpointReader) -> list[Any]:
-    """Name, size and time of every weight file, and every tensor's place in it."""
     stats = {name: (reader.folder / name).stat() for name in reader.files}
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
-    return [files, [(key, i.dtype, list(i.shape), i.file.name, i.begin) for key, i in reader.tensors.items()]]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()]
+
+
+def _places(reader: CheckpointReader) -> list[Any]:
+    return [(key, i.dtype, list(i.shape), i.file.name, i.begin) for key, i in reader.tensors.items()]

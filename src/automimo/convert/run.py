@@ -61,10 +61,14 @@ def convert_checkpoint(
         opened = stack.enter_context(_opened(folder, options.source))
         reference = None
         if like is not None:
-            side = SourceOptions(v_scales=options.source.v_scales)
-            reference = stack.enter_context(_opened(resolve_folder(like), side))
+            like_folder = resolve_folder(like)
+            _check_place(like_folder, Path(target))
+            reference = stack.enter_context(_opened(like_folder, options.reference, "--like-tp, --like-layout"))
         conversion = plan_conversion(opened, options, reference)
         _say(console, describe_plan(conversion))
+        for warning in conversion.warnings:
+            _say(console, f"warning  {warning}")
+        marks = conversion.file_marks()
         with work_folder(target, conversion.fingerprint()) as content:
             started = time.monotonic()
             with ByteProgress(progress, "convert") as display:
@@ -78,6 +82,8 @@ def convert_checkpoint(
                 )
             write_text_atomic(content / "config.json", json.dumps(dict(conversion.config), indent=2) + "\n")
             copy_side_files(conversion.side, content)
+            if conversion.file_marks() != marks:
+                raise CheckpointError(f"{folder}: its files changed while they were converted; convert again")
             seconds = time.monotonic() - started
             moved = conversion.read_bytes + conversion.written_bytes
             _say(
@@ -128,6 +134,7 @@ def describe_tally(conversion: Conversion) -> str:
         "copied": "copied byte for byte",
         "converted": "decoded, cast or rearranged",
         "unchanged": "equal to the reference, its bytes kept",
+        "borrowed": "taken from the reference",
         "encoded": "quantised anew",
     }
     told = [f"{tally[how]:,} {text}" for how, text in words.items() if tally[how]]
@@ -137,6 +144,8 @@ def describe_tally(conversion: Conversion) -> str:
 def describe_verification(found: Verification) -> str:
     """One line: what the comparison showed."""
     told = [f"{found.equal:,} tensors equal the source"]
+    if found.kept:
+        told.append(f"{found.kept:,} have the bytes of the reference")
     if found.encoded:
         told.append(
             f"{found.encoded:,} quantised anew, largest difference "
@@ -150,33 +159,39 @@ def describe_verification(found: Verification) -> str:
 
 
 @contextmanager
-def _opened(folder: Path, options: SourceOptions) -> Iterator[StoredCheckpoint]:
+def _opened(folder: Path, options: SourceOptions, told_by: str | None = None) -> Iterator[StoredCheckpoint]:
+    """A checkpoint to read; `told_by` names the options for it when they are not those of a source."""
     config = read_config(folder, model_class_of(folder).config_class)
     with CheckpointReader(folder) as reader:
-        yield StoredCheckpoint(reader, config, options)
+        try:
+            stored = StoredCheckpoint(reader, config, options)
+        except CheckpointError as error:
+            hint = "" if told_by is None else f"\nThis is the reference; for it the options are {told_by}"
+            raise CheckpointError(f"{error}{hint}") from error
+        yield stored
 
 
 def _verify(
     conversion: Conversion, content: Path, workers: int, options: ConvertOptions, progress: Console
 ) -> Verification:
     started = time.monotonic()
-    done = 0
+    done, total = 0, conversion.written_bytes
     with ByteProgress(progress, "verify") as display:
 
         def on_bytes(nbytes: int) -> None:
             nonlocal done
             done += nbytes
-            display.show(Progress(done, conversion.written_bytes, time.monotonic() - started))
+            display.show(Progress(done, total, time.monotonic() - started))
 
         return verify_conversion(
             conversion, content, workers=workers, v_scales=options.source.v_scales, on_bytes=on_bytes
         )
 
 
-def _check_place(source: Path, target: Path) -> None:
+def _check_place(read: Path, target: Path) -> None:
     here = Path(os.path.abspath(target))  # noqa: PTH100 -- resolve() would follow a link at the last step
-    if here.parent.resolve().is_relative_to(source.resolve()):
-        raise CheckpointError(f"{target}: lies inside the source {source}; choose a folder outside it")
+    if here.parent.resolve().is_relative_to(read.resolve()):
+        raise CheckpointError(f"{target}: lies inside {read}, which is read; choose a folder outside it")
 
 
 def _gib(nbytes: int) -> str:

@@ -1,4 +1,4 @@
-"""Read a converted folder again and compare it with what it was made from, independently of how it was written."""
+"""Read a converted folder again, as any reader would, and compare it with what it was made from."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from automimo.checkpoint import CheckpointReader
 from automimo.checkpoint.safetensors_file import TORCH_DTYPES
 from automimo.convert.plan import Conversion
 from automimo.errors import CheckpointError
-from automimo.mimo_v2_flash.model import MODEL_CLASSES
+from automimo.mimo_v2_flash.model import model_class_of
 from automimo.mimo_v2_flash.source import read_config
 from automimo.mimo_v2_flash.storage import SourceOptions, StoredCheckpoint, StoredMatrix
 from automimo.mimo_v2_flash.storage.matrices import VScales
 from automimo.mimo_v2_flash.storage.steps import LARGEST_STEPS, rounding_steps
-from automimo.mimo_v2_flash.storage.transfer import read_for, stored_bytes
+from automimo.mimo_v2_flash.storage.transfer import equals_stored, read_for, stored_bytes
 
 # Rows are compared in pieces of about this many elements.
 _PIECE = 2**20
@@ -28,11 +28,13 @@ _PIECE = 2**20
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found: tensors that are bit for bit what the source holds (decoded in the same dtype), tensors that were
-    quantised anew, and the largest difference of those, in steps between their codes (see `storage.steps`).
+    """What was found: tensors that are bit for bit what the source holds (decoded in the same dtype), tensors that have
+    the bytes of the reference, tensors that were quantised anew, and the largest difference of those, in steps between
+    their codes (see `storage.steps`).
     """
 
     equal: int
+    kept: int
     encoded: int
     fp8_steps: float
     mxfp4_steps: float
@@ -53,7 +55,7 @@ def verify_conversion(
     naming the key, for the first difference that is not the rounding of the format. `on_bytes` hears what was compared.
     """
     with CheckpointReader(folder) as reader:
-        config = read_config(folder, MODEL_CLASSES[conversion.source.config.model_type].config_class)
+        config = read_config(folder, model_class_of(folder).config_class)
         written = StoredCheckpoint(reader, config, SourceOptions(v_scales=v_scales))
         planned = {**conversion.targets, **conversion.borrowed}
         if written.matrices != planned or set(written.raw) != set(conversion.raw):
@@ -69,9 +71,11 @@ def verify_conversion(
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
-    encoded = [(kind, steps) for kind, steps in results if kind != "equal"]
+    encoded = [(kind, steps) for kind, steps in results if kind not in ("equal", "kept")]
+    kept = sum(kind == "kept" for kind, _ in results)
     return Verification(
-        len(results) - len(encoded),
+        len(results) - len(encoded) - kept,
+        kept,
         len(encoded),
         max((steps for kind, steps in encoded if kind == "fp8"), default=0.0),
         max((steps for kind, steps in encoded if kind == "mxfp4"), default=0.0),
@@ -93,13 +97,15 @@ def _tasks(conversion: Conversion, written: StoredCheckpoint) -> Iterator[Task]:
         yield reader.info(key).nbytes, partial(_compare_plain, reader, written.reader, key)
     for matrix in conversion.borrowed.values():
         assert conversion.reference is not None
-        yield stored_bytes(matrix), partial(_compare_stored, conversion.reference.reader, written.reader, matrix)
+        reader = conversion.reference.reader
+        yield stored_bytes(matrix), partial(_compare_stored, reader, written.reader, matrix, "kept")
     for key, target in conversion.targets.items():
         source = conversion.source.matrices[key]
         if source == target:
             yield stored_bytes(target), partial(_compare_stored, conversion.source.reader, written.reader, target)
         else:
-            yield stored_bytes(target), partial(_compare_values, conversion.source, written, source, target)
+            compare = partial(_compare_values, conversion.source, written, source, target, conversion.reference)
+            yield stored_bytes(target), compare
 
 
 def _compare_plain(source: CheckpointReader, written: CheckpointReader, key: str) -> Outcome:
@@ -114,10 +120,12 @@ def _compare_plain(source: CheckpointReader, written: CheckpointReader, key: str
     return "equal", 0.0
 
 
-def _compare_stored(source: CheckpointReader, written: CheckpointReader, matrix: StoredMatrix) -> Outcome:
+def _compare_stored(
+    source: CheckpointReader, written: CheckpointReader, matrix: StoredMatrix, kind: str = "equal"
+) -> Outcome:
     for tensor in matrix.stored:
         _same_bytes(source, written, tensor.key)
-    return "equal", 0.0
+    return kind, 0.0
 
 
 def _same_bytes(source: CheckpointReader, written: CheckpointReader, key: str) -> None:
@@ -127,7 +135,11 @@ def _same_bytes(source: CheckpointReader, written: CheckpointReader, key: str) -
 
 
 def _compare_values(
-    source: StoredCheckpoint, written: StoredCheckpoint, matrix: StoredMatrix, target: StoredMatrix
+    source: StoredCheckpoint,
+    written: StoredCheckpoint,
+    matrix: StoredMatrix,
+    target: StoredMatrix,
+    reference: StoredCheckpoint | None,
 ) -> Outcome:
     """A tensor whose stored form changed: bit for bit when it is plain now, else by value in steps of its codes."""
     if target.encoding == "plain":
@@ -135,6 +147,12 @@ def _compare_values(
         if not _same_bits(expected, written.read(target.key)):
             raise _differs(target.key)
         return "equal", 0.0
+    plain = matrix.encoding == "plain"
+    # Other values may round to the same bytes: those are compared like all that were quantised anew.
+    if reference is not None and plain and _has_bytes_of(reference, written, target):
+        value = source.read(target.key)
+        if equals_stored(value, target.key, reference):
+            return "kept", 0.0
     worst = 0.0
     exact = True
     step = max(1, _PIECE // max(1, target.shape[1]))
@@ -152,6 +170,14 @@ def _compare_values(
             f"{LARGEST_STEPS[target.encoding]:.1f}"
         )
     return ("equal", 0.0) if exact else (target.encoding, worst)
+
+
+def _has_bytes_of(reference: StoredCheckpoint, written: StoredCheckpoint, target: StoredMatrix) -> bool:
+    try:
+        _compare_stored(reference.reader, written.reader, target)
+    except CheckpointError:
+        return False
+    return True
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:

@@ -13,14 +13,14 @@ from automimo.checkpoint.safetensors_file import TORCH_DTYPES
 from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
 from automimo.mimo_v2_flash.storage.encode import encode_group
-from automimo.mimo_v2_flash.storage.geometry import attention_shape, released_tp
+from automimo.mimo_v2_flash.storage.geometry import attention_shape
 from automimo.mimo_v2_flash.storage.matrices import (
     PARTS,
     StoredMatrix,
     StoredTensor,
     flash_kv_matrices,
+    flash_shards,
     fp8_matrix,
-    has_flash_grid,
     is_quantised,
     mxfp4_matrix,
     stored_tensors,
@@ -137,7 +137,7 @@ def scale_tensor(key: str, shape: tuple[int, int], config: MiMoV2FlashConfig, fo
 
 def may_share_scales(prefix: str, config: MiMoV2FlashConfig) -> bool:
     """Whether k and v of the attention at `prefix` (a full key) share scales in V2-Flash's split FP8."""
-    return has_flash_grid(attention_shape(config, prefix), released_tp(config))
+    return flash_shards(config, prefix) is not None
 
 
 def empty_stored(tensor: StoredTensor, device: torch.device) -> Tensor:

@@ -30,7 +30,7 @@ def consistency_problems(
     """What `describe` does not report. `values` is the config.json as it stands, since a config knows only defaults of
     what the file leaves out."""
     return [
-        *_key_problems(reader, config, description),
+        *key_problems(reader, config, description),
         *_layout_problems(reader, values),
         *_quantisation_problems(reader, values, description),
         *_dtype_problems(reader),
@@ -64,7 +64,7 @@ def _logical_keys(reader: CheckpointReader) -> Iterator[tuple[str, str]]:
             yield key, key
 
 
-def _key_problems(reader: CheckpointReader, config: MiMoV2FlashConfig, description: Description) -> Iterator[Problem]:
+def key_problems(reader: CheckpointReader, config: MiMoV2FlashConfig, description: Description) -> Iterator[Problem]:
     """Keys that a model of this config lacks or does not know, and wrong shapes."""
     expected = text_shapes(config, mtp_layers(reader.tensors))
     ignored: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from torch import Tensor
 from automimo.checkpoint.safetensors_file import TORCH_DTYPES
 from automimo.checkpoint.tensor_reader import TensorReader
 from automimo.errors import CheckpointError
-from automimo.mimo_v2_flash.storage.matrices import StoredMatrix
+from automimo.mimo_v2_flash.storage.matrices import StoredMatrix, StoredTensor
 from automimo.quantization import Strip, check_scales, decode_fp8, decode_mxfp4, has_nan
 
 E4M3_MAX = 448.0
@@ -99,12 +99,15 @@ def _decode_rows(
 
 def read_scales(reader: TensorReader, matrix: StoredMatrix) -> Tensor:
     """The scales of an FP8 matrix, [rows of scales, columns / 128] fp32, checked; several tensors stacked."""
-    tables = []
-    for scale in matrix.scales:
-        table = reader.read(scale.key)
-        check_scales(table, scale.key)
-        tables.append(table)
+    tables = [read_scale(reader, scale) for scale in matrix.scales]
     return tables[0] if len(tables) == 1 else torch.cat(tables)
+
+
+def read_scale(reader: TensorReader, scale: StoredTensor) -> Tensor:
+    """One tensor of FP8 scales, checked."""
+    table = reader.read(scale.key)
+    check_scales(table, scale.key)
+    return table
 
 
 def pieces(matrix: StoredMatrix, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
@@ -137,7 +140,10 @@ def _decode_piece(codes: Tensor, table: Tensor, strips: list[Strip], target: Ten
     used = table[[strip.scale_row for strip in strips]]
     limit = torch.finfo(target.dtype).max
     if used.numel() and float(used.max()) * E4M3_MAX > limit and not bool(torch.isfinite(target).all()):
-        raise CheckpointError(f"has values beyond the range of {target.dtype}; use float32")
+        raise CheckpointError(
+            f"has values beyond the range of {target.dtype} (largest scale {float(used.max()):.3g}), which no weights "
+            "have; the file is damaged, download or write it again"
+        )
 
 
 def _into(out: Tensor | None, value: Tensor, dtype: torch.dtype | None) -> Tensor:

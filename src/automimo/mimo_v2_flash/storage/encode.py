@@ -10,7 +10,7 @@ from torch import Tensor
 from automimo.checkpoint.safetensors_file import TORCH_DTYPES
 from automimo.checkpoint.tensor_reader import TensorReader
 from automimo.errors import CheckpointError
-from automimo.mimo_v2_flash.storage.decode import cut_strips, pieces, read_scales, refuse_nan_codes
+from automimo.mimo_v2_flash.storage.decode import cut_strips, pieces, read_scale, refuse_nan_codes
 from automimo.mimo_v2_flash.storage.matrices import StoredMatrix, StoredTensor, stored_tensors
 from automimo.quantization import BLOCK, Strip, decode_fp8, encode_fp8, encode_mxfp4
 
@@ -44,15 +44,9 @@ def recode_fp8(
     matrices of `group`, in the same order.
     """
     codes = torch.cat([_read_codes(reader, source) for source in sources])
-    old_strips, old_table = [], []
-    row = offset = 0
-    for source in sources:
-        table = read_scales(reader, source)
-        old_strips += [Strip(s.row + row, s.rows, s.scale_row + offset) for s in source.strips]
-        old_table.append(table)
-        row, offset = row + source.shape[0], offset + table.shape[0]
-    old = torch.cat(old_table)
-    new_strips = stacked_strips(group)
+    # A row of scales that k and v share must be one row here too, or their common block would look like two.
+    old = torch.cat([read_scale(reader, scale) for scale in stacked_scales(sources)])
+    old_strips, new_strips = stacked_strips(sources), stacked_strips(group)
     old_row_of = torch.cat([torch.full((s.rows,), s.scale_row) for s in old_strips])
     kept: dict[int, int] = {}
     mixed: dict[int, None] = {}
@@ -79,11 +73,16 @@ def decode_rows(codes: Tensor, table: Tensor, strips: Sequence[Strip], start: in
     return decode_fp8(codes[start:stop], table, cut_strips(tuple(strips), start, stop), dtype=torch.float32)
 
 
+def stacked_scales(group: Sequence[StoredMatrix]) -> list[StoredTensor]:
+    """The scales of a group, each once, in the order in which `stacked_strips` counts their rows."""
+    return list(dict.fromkeys(scale for matrix in group for scale in matrix.scales))
+
+
 def stacked_strips(group: Sequence[StoredMatrix]) -> list[Strip]:
     """Strips of the matrices of a group stacked in order, over all scales of the group stacked in order."""
     place: dict[StoredTensor, int] = {}
     offset = 0
-    for tensor in dict.fromkeys(scale for matrix in group for scale in matrix.scales):
+    for tensor in stacked_scales(group):
         place[tensor] = offset
         offset += tensor.shape[0]
     result: list[Strip] = []
@@ -141,7 +140,7 @@ def _scatter_fp8(group: Sequence[StoredMatrix], codes: Tensor, table: Tensor) ->
             outputs[matrix.weight] = torch.empty(matrix.weight.shape, dtype=codes.dtype, device=codes.device)
         _scatter_rows(matrix, part, outputs[matrix.weight])
     offset = 0
-    for scale in dict.fromkeys(scale for matrix in group for scale in matrix.scales):
+    for scale in stacked_scales(group):
         outputs[scale] = table[offset : offset + scale.shape[0]]
         offset += scale.shape[0]
     return [outputs[tensor] for tensor in stored_tensors(group)]

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
-from automimo.mimo_v2_flash.storage.geometry import AttentionShape
+from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
+from automimo.mimo_v2_flash.storage.geometry import AttentionShape, attention_shape, is_full, released_tp
 from automimo.quantization import BLOCK, GROUP, Strip, block_strips, scale_shape
 
 Encoding = Literal["plain", "fp8", "mxfp4"]
@@ -151,9 +152,18 @@ def flash_kv_matrices(
     return k, StoredMatrix(v_key, v_weight.shape, "fp8", v_weight, scales=(k_scale, v_scale), strips=v_strips)
 
 
-def has_flash_grid(shape: AttentionShape, tp: int) -> bool:
-    """Whether k of an attention in `tp` shards has another grid than a plain matrix: its shards end inside a block."""
-    return tp > 1 and shape.kv_heads % tp == 0 and (shape.k // tp) % BLOCK != 0
+def flash_shards(config: MiMoV2FlashConfig, prefix: str) -> int | None:
+    """The shards whose grids restart in k and v of an attention in V2-Flash's FP8, None where their grids are plain.
+
+    A full layer has grids of its own, if the numbers of scale rows show it: k must have more than in a plain grid, and
+    v at least one. (In V2-Flash: 8 instead of 6, and 4.)
+    """
+    shape, tp = attention_shape(config, prefix), released_tp(config)
+    if not is_full(config, prefix):
+        return None
+    k, v = shape.k // tp, shape.v // tp
+    own, strip = ceil(k / BLOCK), ceil((k + v) / BLOCK)
+    return tp if tp * own > ceil(shape.k / BLOCK) and strip > own else None
 
 
 def stored_together(matrices: Iterable[StoredMatrix]) -> list[tuple[StoredMatrix, ...]]:

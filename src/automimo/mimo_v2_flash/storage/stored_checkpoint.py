@@ -14,7 +14,7 @@ from automimo.checkpoint.ledger import group_keys
 from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
 from automimo.mimo_v2_flash.storage.decode import read_matrix
-from automimo.mimo_v2_flash.storage.geometry import attention_shape, is_full, released_tp
+from automimo.mimo_v2_flash.storage.geometry import attention_shape, is_full
 from automimo.mimo_v2_flash.storage.matrices import (
     FP8_SCALE,
     FUSED,
@@ -23,9 +23,9 @@ from automimo.mimo_v2_flash.storage.matrices import (
     StoredTensor,
     VScales,
     flash_kv_matrices,
+    flash_shards,
     fp8_matrix,
     fused_matrices,
-    has_flash_grid,
     mxfp4_matrix,
     plain_matrix,
 )
@@ -116,6 +116,10 @@ def describe(reader: CheckpointReader, config: MiMoV2FlashConfig, options: Sourc
     for key, info in tensors.items():
         if not key.startswith(TEXT_PREFIXES):
             result.raw.append(key)
+        elif key.endswith(f".{FUSED}.bias"):
+            result.problems.append(
+                ("is the bias of a fused projection, which no released file has and nothing reads", key)
+            )
         elif key.endswith(_FUSED_WEIGHT):
             fused[key.removesuffix(_FUSED_WEIGHT)] = key
         elif not key.endswith((FP8_SCALE, MXFP4_SCALE)) and key not in claimed:
@@ -192,12 +196,12 @@ def _fp8_candidates(
         return [plain]
     prefix = key.removesuffix(suffix) + ".self_attn"
     try:
-        attention, tp = attention_shape(config, prefix), released_tp(config)
-    except CheckpointError:
+        tp = flash_shards(config, prefix)
+    except CheckpointError:  # a layer that the config does not have
         return [plain]
-    if not has_flash_grid(attention, tp):
+    if tp is None:
         return [plain]
-    pair = flash_kv_matrices(prefix, attention, shape[1], tp, options.v_scales)
+    pair = flash_kv_matrices(prefix, attention_shape(config, prefix), shape[1], tp, options.v_scales)
     return [pair, plain] if config.model_type == MiMoV2FlashConfig.model_type else [plain, pair]
 
 
@@ -219,7 +223,9 @@ def _describe_fused(
         return
     if not projections:
         return
-    given = 1 if options.layout == "contiguous" and options.tp is None else options.tp
+    given = None if options.tp is None else CheckpointTP(options.tp, "--source-tp")
+    if options.layout == "contiguous" and given is None:
+        given = CheckpointTP(1, "--source-layout contiguous")
     try:
         index = index_tp_size(reader.metadata)
         result.tp = resolve_tp(projections, given=given, index=index, config=config.checkpoint_tp_size)

@@ -11,14 +11,15 @@ from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.config import MiMoV2Config, MiMoV2FlashConfig
 from automimo.mimo_v2_flash.storage.geometry import AttentionShape, attention_shape, released_tp
 from automimo.mimo_v2_flash.storage.matrices import (
+    FUSED,
     PARTS,
     Quantisation,
     StoredMatrix,
     VScales,
     flash_kv_matrices,
+    flash_shards,
     fp8_matrix,
     fused_matrices,
-    has_flash_grid,
     is_quantised,
     is_routed_expert,
     mxfp4_matrix,
@@ -32,6 +33,7 @@ _PROJECTION = re.compile(
     r"(?P<prefix>model\.(mtp\.)?layers\.\d+\.self_attn)\.(?P<part>q|k|v)_proj\.(?P<kind>weight|bias)$"
 )
 
+_STATED = ("store_dtype", "mxfp4_block_size", "ignored_layers")
 _FP8_CONFIG: dict[str, Any] = {
     "activation_scheme": "dynamic",
     "fmt": "e4m3",
@@ -102,14 +104,20 @@ def quantization_config(
 ) -> dict[str, Any] | None:
     """`quantization_config` of a config.json in this form, None without one.
 
-    Keys of an `existing` one that say nothing about what changes are kept. The layers listed as not quantised are the
+    Keys of an `existing` FP8 one that say nothing about what changes are kept; one of another method says nothing about
+    the result. The layers listed as not quantised are the
     output projections, under the names of the released files (the last one is how they name that of the MTP blocks).
     """
     if form.quantisation == "none":
         return None
+    if existing is not None and existing.get("quant_method") != _FP8_CONFIG["quant_method"]:
+        existing = None
+    # Only what the released files say is taken over: a word of another tool (scale_fmt) would not fit our scales.
+    values = {key: value for key, value in (existing or {}).items() if key in (*_FP8_CONFIG, *_STATED)} | _FP8_CONFIG
     outputs = [f"model.layers.{i}.self_attn.o_proj" for i in range(config.num_hidden_layers)]
-    values = {**(existing or {}), **_FP8_CONFIG}
-    values.setdefault("ignored_layers", [*outputs, "model.decoder.self_attn.o_proj"])
+    listed = [name for name in values.get("ignored_layers") or [] if not _has_quantised(name)]
+    missing = [name for name in (*outputs, "model.decoder.self_attn.o_proj") if name not in listed]
+    values["ignored_layers"] = [*listed, *missing]
     if form.quantisation == "mxfp4":
         values.update(store_dtype="mxfp4", mxfp4_block_size=GROUP)
     else:
@@ -121,10 +129,27 @@ def quantization_config(
     return values
 
 
+def _has_quantised(name: str) -> bool:
+    """Whether the module `name` is, or contains, a matrix that is quantised."""
+    inside = (
+        "",
+        ".gate_proj",
+        ".0.gate_proj",
+        ".mlp.gate_proj",
+        ".experts.0.gate_proj",
+        ".mlp.experts.0.gate_proj",
+        ".q_proj",
+    )
+    fused = name.replace(f".{FUSED}", ".q_proj")
+    return any(is_quantised(f"{fused}{part}.weight") for part in inside)
+
+
 def _named(key: str, shape: tuple[int, ...], dtypes: Mapping[str, str], form: TargetForm) -> StoredMatrix:
     """A tensor that keeps its own name."""
     if form.quantisation == "none" or not is_quantised(key):
         return plain_matrix(key, dtypes[key] if key.endswith(KEPT_SUFFIXES) else form.dtype, shape)
+    if len(shape) != 2:
+        raise CheckpointError(f"{key}: has shape {list(shape)}, a matrix is expected")
     rows, columns = shape
     if form.quantisation == "mxfp4" and is_routed_expert(key):
         if columns % GROUP:
@@ -152,9 +177,10 @@ def _split(
     if match["kind"] == "bias" or form.quantisation == "none":
         return {key: plain_matrix(key, form.dtype, shape)}
     attention = _attention(match["prefix"], shapes, config)
-    if match["part"] == "q" or not (form.flash_grid and has_flash_grid(attention, form.tp)):
+    shards = flash_shards(config, match["prefix"]) if form.flash_grid and match["part"] != "q" else None
+    if shards is None:
         return {key: fp8_matrix(key, (shape[0], shape[1]))}
-    pair = flash_kv_matrices(match["prefix"], attention, shape[1], form.tp, form.v_scales)
+    pair = flash_kv_matrices(match["prefix"], attention, shape[1], shards, form.v_scales)
     return {matrix.key: matrix for matrix in pair}
 
 
@@ -165,6 +191,7 @@ def _attention(prefix: str, shapes: Mapping[str, tuple[int, ...]], config: MiMoV
         key = f"{prefix}.{part}.weight"
         if key not in shapes:
             raise CheckpointError(f"{prefix}: has no {part}, so its attention is incomplete")
-        if shapes[key][0] != rows:
-            raise CheckpointError(f"{key}: has {shapes[key][0]} rows, config.json asks for {rows}")
+        if shapes[key] != (rows, config.hidden_size):
+            asked = [rows, config.hidden_size]
+            raise CheckpointError(f"{key}: has shape {list(shapes[key])}, config.json asks for {asked}")
     return attention

@@ -15,7 +15,6 @@ from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.storage.geometry import AttentionShape
 from automimo.quantization import BLOCK
 
-OPTION = "--source-tp"
 INDEX = "metadata.tp_size"
 CONFIG = "config.json checkpoint_tp_size"
 
@@ -51,7 +50,7 @@ def index_tp_size(metadata: Mapping[str, Any]) -> int | None:
 
 
 def resolve_tp(
-    projections: Sequence[FusedProjection], *, given: int | None, index: int | None, config: int | None
+    projections: Sequence[FusedProjection], *, given: CheckpointTP | None, index: int | None, config: int | None
 ) -> CheckpointTP:
     """The number of shards of all fused projections of a checkpoint.
 
@@ -59,11 +58,8 @@ def resolve_tp(
     layers. Raises CheckpointError when two disagree, when the scale rows fit no number of shards, or when nothing tells
     (the message says which option to pass).
     """
-    stated = [
-        CheckpointTP(value, name)
-        for value, name in ((given, OPTION), (index, INDEX), (config, CONFIG))
-        if value is not None
-    ]
+    stated = [given] if given is not None else []
+    stated += [CheckpointTP(value, name) for value, name in ((index, INDEX), (config, CONFIG)) if value is not None]
     for other in stated[1:]:
         if other.size != stated[0].size:
             raise CheckpointError(
@@ -74,7 +70,10 @@ def resolve_tp(
         return _detect(projections)
     tp = stated[0]
     for projection in projections:
-        projection.shape.shard(tp.size)
+        try:
+            projection.shape.shard(tp.size)
+        except CheckpointError as error:
+            raise CheckpointError(f"{projection.prefix}: {error} ({tp.found_by})") from error
         fitting = fitting_tp(projection)
         if projection.scale_rows is not None and tp.size not in fitting:
             raise CheckpointError(

@@ -21,9 +21,9 @@ from automimo.mimo_v2_flash.storage.decode import iter_matrix
 from automimo.mimo_v2_flash.storage.encode import cast, encode_group, recode_fp8
 from automimo.mimo_v2_flash.storage.matrices import StoredMatrix, StoredTensor, stored_tensors, stored_together
 from automimo.mimo_v2_flash.storage.stored_checkpoint import StoredCheckpoint
-from automimo.quantization import check_scales
+from automimo.quantization import check_scales, has_nan
 
-How = Literal["copied", "converted", "encoded", "unchanged"]
+How = Literal["copied", "converted", "encoded", "unchanged", "borrowed"]
 Group = tuple[StoredMatrix, ...]
 
 
@@ -31,7 +31,8 @@ class Tally:
     """How many tensors of the split layout went which way; threads share it.
 
     `copied`: stored bytes as they were. `converted`: decoded, cast or rearranged without a new quantisation. `encoded`:
-    quantised anew. `unchanged`: would have been encoded, but equals the reference, whose bytes were taken.
+    quantised anew. `unchanged`: would have been encoded, but equals the reference, whose bytes were taken. `borrowed`:
+    only the reference has it.
     """
 
     def __init__(self) -> None:
@@ -73,9 +74,9 @@ def transfer_units(
     return units
 
 
-def raw_unit(reader: CheckpointReader, group: Group, tally: Tally) -> Unit:
-    """A unit that copies the stored tensors of a group byte for byte, after a look at its scales."""
-    return _unit(group, partial(_copy, reader, group, tally), group)
+def raw_unit(reader: CheckpointReader, group: Group, tally: Tally, how: How = "copied") -> Unit:
+    """A unit that copies the stored tensors of a group byte for byte, and refuses NaN scales and codes."""
+    return _unit(group, partial(_copy, reader, group, tally, how), group)
 
 
 def cast_unit(reader: CheckpointReader, info: TensorInfo, dtype: torch.dtype, tally: Tally) -> Unit:
@@ -177,17 +178,24 @@ def _cast_bytes(reader: CheckpointReader, info: TensorInfo, dtype: torch.dtype) 
         yield cast(rows, dtype, info.name).reshape(-1).view(torch.uint8).numpy().data
 
 
-def _copy(reader: CheckpointReader, group: Group, tally: Tally) -> Sequence[Produced]:
-    tally.add("copied", len(group))
+def _copy(reader: CheckpointReader, group: Group, tally: Tally, how: How) -> Sequence[Produced]:
+    tally.add(how, len(group))
     return _copy_tensors(reader, group)
 
 
 def _copy_tensors(reader: CheckpointReader, group: Group) -> Sequence[Produced]:
     scales = {scale.key for matrix in group for scale in matrix.scales}
     return [
-        _checked_scales(reader, tensor) if tensor.key in scales else reader.iter_bytes(tensor.key)
+        _checked_scales(reader, tensor) if tensor.key in scales else _checked_bytes(reader, tensor)
         for tensor in stored_tensors(group)
     ]
+
+
+def _checked_bytes(reader: CheckpointReader, tensor: StoredTensor) -> Iterator[memoryview]:
+    for chunk in reader.iter_bytes(tensor.key):
+        if tensor.dtype == "F8_E4M3" and has_nan(torch.frombuffer(chunk, dtype=torch.float8_e4m3fn)):
+            raise CheckpointError(f"{tensor.key}: holds NaN codes; the file is damaged, download or write it again")
+        yield chunk
 
 
 def _checked_scales(reader: CheckpointReader, tensor: StoredTensor) -> Tensor:
@@ -202,10 +210,10 @@ def _checked_scales(reader: CheckpointReader, tensor: StoredTensor) -> Tensor:
 def _same_values(group: Group, values: Sequence[Tensor], reference: StoredCheckpoint) -> bool:
     if any(reference.matrices.get(matrix.key) != matrix for matrix in group):
         return False
-    return all(_equals(value, matrix.key, reference) for matrix, value in zip(group, values, strict=True))
+    return all(equals_stored(value, matrix.key, reference) for matrix, value in zip(group, values, strict=True))
 
 
-def _equals(value: Tensor, key: str, reference: StoredCheckpoint) -> bool:
+def equals_stored(value: Tensor, key: str, reference: StoredCheckpoint) -> bool:
     """Whether `value` is the reference's tensor, decoded to its dtype, or decoded to bfloat16 and then widened."""
     for index, shape in row_chunks(value.shape, CHUNK_BYTES // 4):
         rows = index[0]

@@ -19,7 +19,7 @@ from automimo.checkpoint import CheckpointReader
 from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
 from automimo.mimo_v2_flash.storage.decode import read_matrix
 from automimo.mimo_v2_flash.storage.geometry import attention_shape, is_full, released_tp
-from automimo.mimo_v2_flash.storage.matrices import StoredMatrix, VScales, flash_kv_matrices, has_flash_grid
+from automimo.mimo_v2_flash.storage.matrices import StoredMatrix, VScales, flash_kv_matrices, flash_shards
 from automimo.mimo_v2_flash.storage.stored_checkpoint import Description
 from automimo.quantization import BLOCK
 
@@ -86,8 +86,8 @@ def _both_readings(
     prefix = key.removesuffix(_V)
     if not key.endswith(_V) or found.encoding != "fp8" or not is_full(config, prefix):
         return None
-    attention, tp = attention_shape(config, prefix), released_tp(config)
-    if not has_flash_grid(attention, tp) or found.shape[0] != attention.v:
+    attention, tp = attention_shape(config, prefix), flash_shards(config, prefix)
+    if tp is None or found.shape[0] != attention.v:
         return None
     pairs: dict[VScales, tuple[StoredMatrix, StoredMatrix]] = {
         "strip": flash_kv_matrices(prefix, attention, found.shape[1], tp, "strip"),
