@@ -159,7 +159,9 @@ def evaluate(
 
 @verb
 def inspect(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="Recipe file (YAML), checkpoint folder or Hub id.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="Recipe file (YAML), checkpoint folder or cached Hub id.")
+    ],
     samples: Annotated[int, typer.Option(min=1, help="Of a recipe: how many samples to show.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of a recipe: tokens of each sample to show.")] = 400,
     source_layout: Annotated[SourceLayout | None, typer.Option(help="Of a folder: what its files do not tell.")] = None,

@@ -58,7 +58,7 @@ class Inspection:
 def run_inspect_checkpoint(
     path: str | Path, options: SourceOptions | None = None, console: Console | None = None
 ) -> int:
-    """Print what a checkpoint folder or Hub id is and how it is stored; 0, or 1 when it has problems.
+    """Print what a checkpoint folder (or Hub id in the cache) is and how it is stored; 0, or 1 if it has problems.
 
     A problem is what would make a reader fail or read something else than was meant: tensors that do not fit each other
     or config.json, missing and unknown keys, a layout that cannot be told from the files (the text says which option to
@@ -66,7 +66,7 @@ def run_inspect_checkpoint(
     config.json, another family, weight files that are missing or damaged.
     """
     console = console or Console(highlight=False)
-    folder = resolve_folder(path)
+    folder = resolve_folder(path, download=False)  # nobody wants 300 GB for a look at the headers
     config = read_config(folder, model_class_of(folder).config_class)
     with CheckpointReader(folder) as reader:
         inspection = examine(reader, config, config_values(folder), options or SourceOptions())

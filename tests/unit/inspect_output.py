@@ -10,7 +10,7 @@ from automimo.inspect_checkpoint import run_inspect_checkpoint
 from automimo.mimo_v2_flash.storage import SourceOptions
 
 
-def inspect(folder: Path, options: SourceOptions | None = None) -> tuple[int, str]:
+def inspect(folder: str | Path, options: SourceOptions | None = None) -> tuple[int, str]:
     """Exit code and output."""
     out = io.StringIO()
     return run_inspect_checkpoint(folder, options, Console(file=out, width=80)), out.getvalue()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from attention_oracle import bounds, forward_backward, random_inputs, relative_error
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +23,7 @@ WIDTHS = st.sampled_from([(8, 6), (4, 4), (6, 16), (24, 16)])
 
 @settings(max_examples=80, deadline=None)
 @given(lengths=LENGTHS, window=WINDOWS, heads=HEADS, widths=WIDTHS, with_sink=st.booleans(), seed=st.integers(0, 99))
+@example(lengths=[3], window=None, heads=(1, 1), widths=(6, 16), with_sink=True, seed=35)  # dsink cancels to 0.003
 def test_sdpa_equals_eager(lengths, window, heads, widths, with_sink, seed):
     q, k, v, sink, dout = random_inputs(
         sum(lengths),
@@ -38,9 +39,26 @@ def test_sdpa_equals_eager(lengths, window, heads, widths, with_sink, seed):
     result = forward_backward(q, k, v, sink, dout, layout=layout, window=window, backend="sdpa")
     for name, reference in expected.items():
         assert result[name].dtype == reference.dtype
-        # Measured against fp64: up to 1.5e-6 for dk and dv, which one matrix product sums over all rows and heads of a
-        # group. dsink, one number per head, is a sum of signed terms that can cancel: up to 6e-6, the reference too.
-        assert relative_error(result[name], reference) < (2e-5 if name == "dsink" else 3e-6), name
+        if name == "dsink":
+            # One number per head, a sum of signed terms over rows and widths that can cancel to any degree: with three
+            # rows of one head 0.003 was left of terms of 1 (the reference was off by 1.9e-7, this by 1e-8, 6e-5 of the
+            # sum). So the error is measured against the terms. Up to 2e-7 in 1,500 draws.
+            difference = (result[name] - reference).double().norm()
+            assert difference <= 1e-6 * sink_terms(q, k, v, sink, dout, layout, window).norm()
+            continue
+        # Up to 1.7e-6 for dk and dv, which one matrix product sums over all rows and heads of a group.
+        assert relative_error(result[name], reference) < 3e-6, name
+
+
+def sink_terms(q, k, v, sink, dout, layout, window):
+    """Per head the sum of the absolute terms of dsink = - sum_i p_i sum_d dout_id sum_j w_ij v_jd, in fp64.
+
+    p_i is what the sink takes of row i: what is missing at 1 when all values are 1.
+    """
+    kwargs = {"layout": layout, "window": window, "sink": sink.double(), "scale": 0.4, "backend": "eager"}
+    q, k, v = q.double(), k.double(), v.double()
+    taken = 1 - attend(q, k, torch.ones_like(v), **kwargs)
+    return (taken * dout.double().abs() * attend(q, k, v.abs(), **kwargs)).sum((0, 2))
 
 
 @pytest.mark.parametrize(("window", "lengths"), [(128, [700, 300, 200]), (None, [1100, 90]), (600, [1200])])

@@ -1,6 +1,7 @@
 """Safetensors files built byte by byte: the well-formed ones are read, each broken rule is refused by name."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from automimo.checkpoint import dtype_name, read_header
-from automimo.checkpoint.safetensors_file import TORCH_DTYPES
+from automimo.checkpoint import CheckpointReader, dtype_name, read_header
+from automimo.checkpoint.reader import index_text
+from automimo.checkpoint.safetensors_file import TORCH_DTYPES, parse_json
 from automimo.errors import CheckpointError
 
 
@@ -81,6 +83,10 @@ BROKEN: dict[str, tuple[Any, bytes, str]] = {
     "lone surrogate": (b'{"\\ud800": {"dtype":"U8","shape":[],"data_offsets":[0,1]}}', b"x", r"not valid Unicode"),
     "deep nesting": (b'{"k":' + b"[" * 100_000, b"", r"not valid JSON"),
     "endless number": (b'{"k":' + b"9" * 10_000 + b"}", b"", r"not valid JSON"),
+    "not a number": (b'{"k": NaN}', b"", r"NaN is no finite number"),
+    "infinity": (b'{"k": [1, Infinity]}', b"", r"Infinity is no finite number"),
+    "negative infinity": (b'{"k": {"shape": -Infinity}}', b"", r"-Infinity is no finite number"),
+    "number that overflows": (b'{"k": -1e999}', b"", r"-1e999 is no finite number"),
     "key twice": (
         b'{"k":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"k":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}}',
         b"xx",
@@ -102,6 +108,25 @@ def test_broken_headers(tmp_path: Path, case: str) -> None:
     path = build(tmp_path / "bad.safetensors", header, data)
     with pytest.raises(CheckpointError, match=r"bad\.safetensors: .*" + message):
         read_header(path)
+
+
+def test_only_who_asks_gets_numbers_that_are_not_finite() -> None:
+    raw = b'{"a": [NaN, Infinity, -Infinity, 1e999, 0.1]}'
+    with pytest.raises(CheckpointError, match=r"here: NaN is no finite number"):
+        parse_json(raw, "here")
+    nan, *others = parse_json(raw, "here", non_finite=True)["a"]
+    assert math.isnan(nan)
+    assert others == [math.inf, -math.inf, math.inf, 0.1]
+
+
+def test_an_index_with_numbers_that_are_no_json_is_refused_and_never_written(tmp_path: Path) -> None:
+    save_file({"k": torch.ones(1)}, tmp_path / "a.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"metadata": {"total_size": NaN}, "weight_map": {"k": "a.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"index\.json: NaN is no finite number"):
+        CheckpointReader(tmp_path)
+    with pytest.raises(ValueError, match="JSON compliant"):
+        index_text({"k": "a.safetensors"}, {"share": math.nan})
 
 
 @pytest.mark.parametrize("size", [0, 1, 7])

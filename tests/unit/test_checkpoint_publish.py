@@ -230,6 +230,25 @@ def test_refuses_to_overwrite_before_writing(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["file", "final", "link"]
 
 
+def test_the_root_is_no_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it one where it is no mount point."""
+    monkeypatch.setattr(Path, "is_mount", lambda self: False)
+    for final in ("/", "//", "/..", str(tmp_path) + "/.." * 40):
+        with pytest.raises(CheckpointError, match="is the root of the file system; choose a folder below it"):
+            publish_folder(final, lambda folder: pytest.fail("must not write"), replace=True)
+        with pytest.raises(CheckpointError, match="is the root"):
+            recover_folder(final)
+
+
+def test_the_remedy_for_a_filled_target_is_always_possible(tmp_path: Path) -> None:
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "x").write_text("x")
+    with pytest.raises(CheckpointError) as error:
+        publish_folder(tmp_path / "final", lambda folder: pytest.fail("must not write"))
+    wanted = "exists already and is not empty; remove it or choose another folder"
+    assert str(error.value) == f"{tmp_path / 'final'}: {wanted}"
+
+
 def test_refuses_a_target_that_appears_while_writing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists already"):
         publish_folder(tmp_path / "final", lambda folder: fill_both(folder, tmp_path / "final"))

@@ -12,6 +12,7 @@ import pytest
 from checkpoint_units import ENV, content, finish_file, inodes, names_in, write_folder
 
 from automimo.checkpoint import work_folder
+from automimo.checkpoint.work_folder import work_path
 from automimo.errors import CheckpointError
 
 
@@ -92,6 +93,22 @@ def test_refuses_to_overwrite_before_the_block(tmp_path: Path) -> None:
             pytest.fail("the block must not run")
     assert content(tmp_path / "final") == "old"
     assert names_in(tmp_path) == ["file", "final", "link"]
+
+
+@pytest.mark.parametrize("final", ["/", "//", "/.."])
+def test_the_root_is_no_output_folder(final: str) -> None:
+    with pytest.raises(CheckpointError, match="is the root of the file system"), work_folder(final, "x"):
+        pytest.fail("the block must not run")
+    with pytest.raises(CheckpointError, match="is the root of the file system"):
+        work_path(final)
+
+
+def test_the_work_folder_of_dots_and_slashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "final" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "final" / "below")
+    for final in ("..", "../", "../../final", tmp_path / "final"):
+        assert work_path(final) == tmp_path / ".final.work"
+    assert work_path(".") == tmp_path / "final" / ".below.work"
 
 
 def test_a_mount_point_is_refused_before_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

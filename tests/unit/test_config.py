@@ -180,7 +180,8 @@ def test_an_integer_moe_layer_freq_is_a_period(period: int, expected: list[int])
     [
         ({"attention_projection_layout": "qkv"}, ["attention_projection_layout must be either", "'qkv'"]),
         ({"checkpoint_tp_size": 0}, ["checkpoint_tp_size must be positive, got 0"]),
-        ({"checkpoint_tp_size": "4x"}, ["checkpoint_tp_size must be positive, got 4x"]),
+        ({"checkpoint_tp_size": "4"}, ["checkpoint_tp_size: must be a whole number of at least 1", "got '4'"]),
+        ({"checkpoint_tp_size": True}, ["checkpoint_tp_size: must be a whole number of at least 1", "got True"]),
         ({"tie_word_embeddings": True}, ["tie_word_embeddings"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "'gelu'"]),
         ({"attention_dropout": 0.1}, ["attention_dropout", "0.1"]),
@@ -195,7 +196,7 @@ def test_an_integer_moe_layer_freq_is_a_period(period: int, expected: list[int])
         ({"moe_layer_freq": -1}, ["moe_layer_freq", "-1"]),
         ({"num_key_value_heads": 5}, ["num_attention_heads 64", "num_key_value_heads 5"]),
         ({"swa_num_key_value_heads": 7}, ["swa_num_attention_heads 64", "swa_num_key_value_heads 7"]),
-        ({"num_key_value_heads": 0}, ["num_key_value_heads 0"]),
+        ({"num_key_value_heads": 0}, ["num_key_value_heads", "at least 1", "got 0"]),
         ({"sliding_window": None}, ["sliding_window", "None"]),
         ({"sliding_window": 0}, ["sliding_window", "0"]),
         ({"torch_dtype": "bf16x"}, ["dtype", "bf16x", "bfloat16"]),

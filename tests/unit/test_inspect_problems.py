@@ -121,10 +121,6 @@ PROBLEMS: list[tuple[str, Shape, str, Callable[[Stored, Config], None], tuple[st
         ("audio: there are tensors but no audio_config",),
     ),
     (
-        "odd-vision-config", OMNI, "fp8-fused", set_config(vision_config=[4]),
-        ("config.json: vision_config: must be a JSON object, got [4]",),
-    ),
-    (
         "bad-vision-config", OMNI, "fp8-fused", set_config(vision_config={"depth": 4}),
         ("config.json: vision_config.hidden_size", "got None"),
     ),
@@ -263,3 +259,21 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     shard.unlink()
     with pytest.raises(CheckpointError, match="shard1"):
         inspect(folder)
+
+
+def test_a_hub_id_is_looked_up_in_the_cache_and_never_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_network(*_: object, **__: object) -> None:
+        raise AssertionError("the network is used")
+
+    monkeypatch.setattr("socket.socket.connect", no_network)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(CheckpointError, match="hf download owner/name"):
+        inspect("owner/name")
+    snapshot = tmp_path / "cache" / "models--owner--name" / "snapshots" / ("0" * 40)
+    released(snapshot, FLASH, "fp8-fused")
+    refs = tmp_path / "cache" / "models--owner--name" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text("0" * 40)
+    assert inspect("owner/name")[0] == 0

@@ -8,7 +8,7 @@ from automimo.checkpoint.publish import publish_folder, recover_folder, write_te
 from automimo.checkpoint.reader import CheckpointReader
 from automimo.checkpoint.resume import load_step, newest_step, save_step
 from automimo.checkpoint.safetensors_file import TensorInfo, dtype_name, read_header
-from automimo.checkpoint.side_files import SideFiles, copy_side_files
+from automimo.checkpoint.side_files import SideFiles, copy_side_files, list_side_files
 from automimo.checkpoint.work_folder import work_folder
 from automimo.checkpoint.writer import (
     MAX_SHARD_BYTES,
@@ -36,6 +36,7 @@ __all__ = [
     "WrittenCheckpoint",
     "copy_side_files",
     "dtype_name",
+    "list_side_files",
     "load_step",
     "newest_step",
     "plan_files",

@@ -55,6 +55,12 @@ def _is_cache_blob(folder: Path, target: Path) -> bool:
     return False
 
 
+def check_outside(source: Path, target: Path) -> None:
+    """Refuse an output folder `target` that is `source` or lies inside it: it would be copied into itself."""
+    if target.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(f"{target}: lies inside the source {source}; choose an output folder outside it")
+
+
 def make_folder(folder: Path) -> None:
     """Make a folder and its parents; CheckpointError when the system refuses."""
     try:

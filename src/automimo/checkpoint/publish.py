@@ -37,7 +37,7 @@ def publish_folder(final: str | Path, write: Callable[[Path], None], *, replace:
 
     Raises CheckpointError when `final` exists and may not be replaced, or is not a folder.
     """
-    target = Path(os.path.abspath(final))  # noqa: PTH100 -- resolve() would follow a link at the last step
+    target = output_path(final)
     check_target(target, replace)
     make_folder(target.parent)
     recover_folder(target)
@@ -55,9 +55,20 @@ def publish_folder(final: str | Path, write: Callable[[Path], None], *, replace:
         raise
 
 
+def output_path(final: str | Path) -> Path:
+    """The absolute path of an output folder; `.` and `..` are gone from it, links are not followed.
+
+    Raises CheckpointError for the root of the file system, which has no name to put hidden siblings beside.
+    """
+    target = Path(os.path.abspath(final))  # noqa: PTH100 -- resolve() would follow a link at the last step
+    if not target.name:
+        raise CheckpointError(f"{target}: is the root of the file system; choose a folder below it")
+    return target
+
+
 def recover_folder(final: str | Path) -> None:
     """Undo what killed publishers of `final` left: put an interrupted replacement back, remove stale siblings."""
-    target = Path(os.path.abspath(final))  # noqa: PTH100
+    target = output_path(final)
     if not target.parent.is_dir():
         return
     for path, name, kind in _siblings(target.parent):
@@ -152,9 +163,7 @@ def check_target(target: Path, replace: bool) -> None:
     if target.is_mount():
         raise CheckpointError(f"{target}: is a mount point, which cannot be renamed; choose a folder below it")
     if not replace and target.is_dir() and any(target.iterdir()):
-        raise CheckpointError(
-            f"{target}: exists already; remove it, choose another folder or ask for it to be replaced"
-        )
+        raise CheckpointError(f"{target}: exists already and is not empty; remove it or choose another folder")
 
 
 def _sibling(target: Path, kind: str) -> Path:

@@ -130,4 +130,6 @@ def _check_same_tensors(folder: Path, tensors: dict[str, TensorInfo]) -> None:
 
 def index_text(weight_map: dict[str, str], metadata: dict[str, Any]) -> str:
     """An index file as Hugging Face writes it."""
-    return json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+    return (
+        json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    )

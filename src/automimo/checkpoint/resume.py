@@ -121,7 +121,7 @@ def _read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     path = plain_file(folder, STATE_FILE)
-    document = parse_json(path.read_bytes(), str(path))
+    document = parse_json(path.read_bytes(), str(path), non_finite=True)  # a loss may be NaN
     if not isinstance(document, dict) or document.keys() != {"format", "step", "groups", "state"}:
         raise CheckpointError(f"{path}: not a training state (expected format, step, groups and state)")
     if document["format"] != FORMAT:

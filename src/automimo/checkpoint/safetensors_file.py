@@ -115,8 +115,12 @@ def read_header(path: Path) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     return {info.name: info for info in tensors}, metadata
 
 
-def parse_json(raw: bytes, where: str) -> Any:
-    """Parse JSON strictly: UTF-8 only and no key twice in one object. `where` starts the error message."""
+def parse_json(raw: bytes, where: str, *, non_finite: bool = False) -> Any:
+    """Parse JSON strictly: UTF-8 only, no key twice in one object, no NaN or Infinity unless `non_finite`.
+
+    Python's parser takes those words, which are no JSON, and makes an infinity of 1e999; other readers refuse the file
+    or see another number. `where` starts the message of the CheckpointError.
+    """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -125,8 +129,14 @@ def parse_json(raw: bytes, where: str) -> Any:
             raise CheckpointError(f"{where}: the key {twice!r} appears twice; one of them would be lost")
         return result
 
+    def finite(text: str) -> float:
+        number = float(text)
+        if not (math.isfinite(number) or non_finite):
+            raise CheckpointError(f"{where}: {text:.40} is no finite number; write one, or null where that is allowed")
+        return number
+
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=unique, parse_float=finite, parse_constant=finite)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors

@@ -5,12 +5,13 @@ Files are copied byte for byte. `*.py` files that come with a checkpoint are car
 or elsewhere in the project imports or runs them.
 """
 
+import os
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from automimo.checkpoint.folder import check_contained
+from automimo.checkpoint.folder import check_contained, check_outside
 from automimo.errors import CheckpointError
 
 # Only at the top level: below it these are parts of another model (`dflash/model.safetensors`) and are carried.
@@ -21,37 +22,37 @@ _CACHES = ("__pycache__",)
 
 @dataclass(frozen=True)
 class SideFiles:
-    """What `copy_side_files` did with a folder; names are relative to it, in POSIX form, sorted.
+    """The contents of a checkpoint folder by what becomes of them; names are relative to it, in POSIX form, sorted.
 
-    `copied`; `weights`: weight files of the top level, which the caller replaces; `ignored`: hidden names and caches.
+    `carried` are the side files; `weights`: weight files of the top level, which the caller replaces; `ignored`: hidden
+    names and caches.
     """
 
-    copied: tuple[str, ...]
+    carried: tuple[str, ...]
     weights: tuple[str, ...]
     ignored: tuple[str, ...]
 
 
-def copy_side_files(source: str | Path, target: str | Path, *, skip: Collection[str] = ()) -> SideFiles:
-    """Copy the side files of the checkpoint folder `source` into `target`.
+def list_side_files(source: str | Path, *, skip: Collection[str] = ()) -> SideFiles:
+    """Find and check the side files of the checkpoint folder `source`, without copying: to be called before hours of
+    writing weights, so that a file that cannot be carried is known at the start.
 
     `skip` names files (relative to `source`, `/` between folders) that the caller writes itself; `config.json` and the
     weights at the top level are always left to the caller. Hidden names (`.git`, `.cache`) and `__pycache__` are
     ignored.
 
     Raises CheckpointError for a link that leaves the folder (the Hugging Face cache layout excepted), a linked folder,
-    anything that is no regular file, a file that `target` has already, and a `target` inside `source`.
+    anything that is no regular file, and what may not be read.
     """
-    origin, destination = Path(source), Path(target)
+    origin = Path(source)
     if not origin.is_dir():
         raise CheckpointError(f"{origin}: no such folder")
-    if destination.resolve().is_relative_to(origin.resolve()):
-        raise CheckpointError(f"{destination}: lies inside the source {origin}; choose an output folder outside it")
-    copied: list[str] = []
+    carried: list[str] = []
     weights: list[str] = []
     ignored: list[str] = []
     folders = [origin]
     while folders:
-        for path in sorted(folders.pop().iterdir()):
+        for path in _entries(folders.pop()):
             name = path.relative_to(origin).as_posix()
             if path.name.startswith(".") or path.name in _CACHES:
                 ignored.append(name)
@@ -62,17 +63,43 @@ def copy_side_files(source: str | Path, target: str | Path, *, skip: Collection[
             elif path.parent == origin and path.name.endswith(_WEIGHT_SUFFIXES):
                 weights.append(name)
             elif name != _CONFIG and name not in skip:
-                _copy(origin, path, destination / name)
-                copied.append(name)
-    return SideFiles(tuple(sorted(copied)), tuple(sorted(weights)), tuple(sorted(ignored)))
+                _check_file(origin, path)
+                carried.append(name)
+    return SideFiles(tuple(sorted(carried)), tuple(sorted(weights)), tuple(sorted(ignored)))
 
 
-def _copy(origin: Path, path: Path, target: Path) -> None:
+def copy_side_files(source: str | Path, target: str | Path, *, skip: Collection[str] = ()) -> SideFiles:
+    """Copy the side files of the checkpoint folder `source` into `target`; all are checked before the first is copied.
+
+    Takes, ignores and refuses what `list_side_files` does, and also raises CheckpointError for a file that `target`
+    has already and for a `target` inside `source`.
+    """
+    origin, destination = Path(source), Path(target)
+    found = list_side_files(origin, skip=skip)
+    check_outside(origin, destination)
+    for name in found.carried:
+        _copy(origin / name, destination / name)
+    return found
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error.strerror or error}") from error
+
+
+def _check_file(origin: Path, path: Path) -> None:
     check_contained(origin, path)
+    if not os.access(path, os.R_OK):
+        raise CheckpointError(f"{path}: may not be read by this user; change its permissions or remove it")
+
+
+def _copy(path: Path, target: Path) -> None:
     if target.exists() or target.is_symlink():
         raise CheckpointError(f"{target}: exists already and would be overwritten by {path}")
-    target.parent.mkdir(parents=True, exist_ok=True)
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be copied to {target}: {error.strerror or error}") from error

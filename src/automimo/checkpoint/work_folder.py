@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from automimo.checkpoint.folder import make_folder
-from automimo.checkpoint.publish import check_target, fsync_folder, fsync_tree, recover_folder
+from automimo.checkpoint.publish import check_target, fsync_folder, fsync_tree, output_path, recover_folder
 from automimo.errors import CheckpointError
 
 _OWNER = "owner"
@@ -40,7 +40,7 @@ def work_folder(final: str | Path, fingerprint: str) -> Iterator[Path]:
 
     Raises CheckpointError when `final` exists or cannot be made, or while another process writes the same `final`.
     """
-    target = Path(os.path.abspath(final))  # noqa: PTH100 -- resolve() would follow a link at the last step
+    target = output_path(final)
     work = work_path(target)
     content = work / _CONTENT
     if work.is_symlink() or (work.exists() and not work.is_dir()):
@@ -74,7 +74,7 @@ def work_folder(final: str | Path, fingerprint: str) -> Iterator[Path]:
 
 def work_path(final: str | Path) -> Path:
     """The hidden folder in which `final` is made; what is left of an interrupted run."""
-    target = Path(final)
+    target = output_path(final)
     return target.with_name(f".{target.name}.work")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from automimo.checkpoint import CheckpointReader, copy_side_files, write_text_atomic
+from automimo.checkpoint import CheckpointReader, copy_side_files, list_side_files, write_text_atomic
 from automimo.checkpoint.parallel_writer import Progress, write_units
 from automimo.checkpoint.work_folder import work_folder, work_path
 from automimo.convert.plan import Conversion, ConvertOptions, plan_conversion
@@ -65,6 +65,7 @@ def convert_checkpoint(
             _check_place(like_folder, Path(target))
             reference = stack.enter_context(_opened(like_folder, options.reference, "--like-tp, --like-layout"))
         conversion = plan_conversion(opened, options, reference)
+        list_side_files(conversion.side)  # a file that cannot be carried is told now, not after hours of writing
         _say(console, describe_plan(conversion))
         for warning in conversion.warnings:
             _say(console, f"warning  {warning}")

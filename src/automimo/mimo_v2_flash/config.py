@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from transformers import PretrainedConfig
 
 from automimo.errors import ConfigError
-from automimo.mimo_v2_flash.config_files import constructor_arguments, serialised
+from automimo.mimo_v2_flash.config_files import check_values, constructor_arguments, serialised
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +104,7 @@ class MiMoV2FlashConfig(PretrainedConfig):
         processor_config: dict | None = None,
         **kwargs: Any,
     ) -> None:
+        check_values({**locals(), **kwargs})  # first, so that locals() is the arguments and nothing else
         if attention_projection_layout not in LAYOUTS:
             raise ConfigError(
                 "attention_projection_layout must be either 'split' or 'fused_qkv', "
@@ -213,6 +214,8 @@ class MiMoV2FlashConfig(PretrainedConfig):
             value = kwargs.pop(key)
             if key not in ("dtype", "torch_dtype"):
                 arguments[key] = value
+                if key in file_keys:
+                    file_keys[key] = value
             elif value != "auto":  # transformers' word for "as the file says"
                 arguments["dtype"] = value
         result = super().from_dict(arguments, **kwargs)
@@ -245,7 +248,11 @@ class MiMoV2FlashConfig(PretrainedConfig):
         }
 
 
-CONSTRUCTOR_KEYS = frozenset(signature(MiMoV2FlashConfig.__init__).parameters) - {"self", "kwargs"} | {"dtype"}
+CONSTRUCTOR_KEYS = (
+    frozenset(signature(MiMoV2FlashConfig.__init__).parameters) - {"self", "kwargs"}
+    # Looked at in the constructor's **kwargs.
+    | {"dtype", "checkpoint_tp_size", "quantization_config"}
+)
 
 
 class MiMoV2Config(MiMoV2FlashConfig):
@@ -307,7 +314,9 @@ def _moe_pattern(num_layers: int, freq: list[int] | int | None) -> list[int]:
 
 def _check(config: MiMoV2FlashConfig, rope_scaling: dict | None, tie_word_embeddings: bool) -> None:
     """Refuse what no MiMo-V2 model has, so that nothing is silently computed in another way."""
-    if rope_scaling and (set(rope_scaling) - {"type", "rope_type"} or set(rope_scaling.values()) != {"default"}):
+    if rope_scaling and (
+        set(rope_scaling) - {"type", "rope_type"} or any(value != "default" for value in rope_scaling.values())
+    ):
         raise ConfigError(
             f"rope_scaling: MiMo-V2 uses plain rotary embeddings (rope_type 'default'), got {rope_scaling}"
         )
@@ -318,8 +327,8 @@ def _check(config: MiMoV2FlashConfig, rope_scaling: dict | None, tie_word_embedd
     if config.attention_dropout:
         raise ConfigError(f"attention_dropout: MiMo-V2 has none, got {config.attention_dropout}; set it to 0.0")
     tp_size = config.checkpoint_tp_size
-    if tp_size is not None and (not isinstance(tp_size, int) or tp_size < 1):
-        raise ConfigError(f"checkpoint_tp_size must be positive, got {tp_size}")
+    if tp_size is not None and tp_size < 1:
+        raise ConfigError(f"checkpoint_tp_size must be positive, got {tp_size}; give a whole number of at least 1")
     if config.topk_method != "noaux_tc":
         raise ConfigError(f"topk_method: MiMo-V2 routes with 'noaux_tc', got {config.topk_method!r}")
     if 1 in config.hybrid_layer_pattern and (config.sliding_window is None or config.sliding_window < 1):

@@ -8,7 +8,9 @@ never a guess. Torch-free.
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from automimo.errors import ConfigError
 
@@ -32,11 +34,117 @@ SWA_FALLBACK = {
 }
 
 
+class _Kind(NamedTuple):
+    """What the values of some keys must be: the test, and its words for the error message."""
+
+    accepts: Callable[[Any], bool]
+    wanted: str
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)  # Python counts true as 1
+
+
+def _is_number(value: Any) -> bool:
+    # Compared as it stands: float() of a whole number with 400 digits overflows. NaN fails both comparisons.
+    largest = sys.float_info.max
+    return (_is_whole(value) or isinstance(value, float)) and -largest <= value <= largest
+
+
+def _is_pattern(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(_is_whole(entry) for entry in value)
+
+
+def _is_words(value: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(entry, str) for entry in value)
+
+
+_SIZE = _Kind(lambda value: _is_whole(value) and value >= 1, "a whole number of at least 1, without quotes or point")
+_EXPERTS = _Kind(lambda value: _is_whole(value) and value >= 0, "a whole number of at least 0 or null")
+# The least value of these has its own reason, which is told where it is checked.
+_WHOLE = _Kind(_is_whole, "a whole number of at least 1, without quotes or point, or null")
+_NUMBER = _Kind(_is_number, "a finite number without quotes")
+_FLAG = _Kind(lambda value: isinstance(value, bool), "true or false without quotes")
+_OBJECT = _Kind(lambda value: isinstance(value, dict), "a JSON object, or be left out")
+_PATTERN = _Kind(_is_pattern, "a list with 0 or 1 for each layer")
+_PATTERN_OR_PERIOD = _Kind(lambda value: _is_whole(value) or _is_pattern(value), "a list with 0 or 1, or a period")
+_WORDS = _Kind(_is_words, "a list with one word for each layer")
+
+_KINDS: tuple[tuple[_Kind, tuple[str, ...]], ...] = (
+    (
+        _SIZE,
+        (
+            *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers"),
+            *("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim"),
+            *("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"),
+            *("max_position_embeddings", "num_experts_per_tok", "n_group", "topk_group"),
+        ),
+    ),
+    (_EXPERTS, ("n_routed_experts", "num_local_experts", "n_shared_experts")),
+    (
+        _WHOLE,
+        ("sliding_window", "sliding_window_size", "attention_chunk_size", "hybrid_block_size", "checkpoint_tp_size"),
+    ),
+    (
+        _NUMBER,
+        (
+            *("initializer_range", "layernorm_epsilon", "rms_norm_eps", "rope_theta", "swa_rope_theta"),
+            *("attention_dropout", "attention_value_scale", "partial_rotary_factor", "routed_scaling_factor"),
+        ),
+    ),
+    (
+        _FLAG,
+        (
+            *("use_cache", "tie_word_embeddings", "attention_bias", "add_full_attention_sink_bias"),
+            *("add_swa_attention_sink_bias", "norm_topk_prob", "apply_router_weight_after_down"),
+        ),
+    ),
+    (
+        _OBJECT,
+        (
+            *("quantization_config", "vision_config", "audio_config", "processor_config"),
+            *("rope_parameters", "rope_scaling"),
+        ),
+    ),
+    (_PATTERN, ("hybrid_layer_pattern",)),
+    (_PATTERN_OR_PERIOD, ("moe_layer_freq",)),
+    (_WORDS, ("layer_types", "mlp_layer_types")),
+)
+# Null in these is not a value but the absence of one, which a model cannot do without.
+_NEVER_NULL = frozenset(
+    {key for kind, keys in _KINDS if kind in (_SIZE, _NUMBER) for key in keys}
+    - {"num_key_value_heads", "swa_num_key_value_heads", "rms_norm_eps", "swa_rope_theta"}
+    - {"attention_dropout", "attention_value_scale", "routed_scaling_factor"}
+)
+
+
+def check_values(values: Mapping[str, Any]) -> None:
+    """Raise a ConfigError, with key and value, for the first constructor argument that is not what its key must be.
+
+    Nothing is converted: a size "160" or 3.0 is a sign that another tool wrote the file, and true is not 1. Keys that
+    are absent or unknown are not looked at; what is inside `vision_config`, `audio_config`, `processor_config` and
+    `quantization_config` is not either (released audio configs have sizes in quotes).
+    """
+    _check_kinds(values, _NEVER_NULL, "")
+
+
+def _check_kinds(values: Mapping[str, Any], never_null: frozenset[str], where: str) -> None:
+    for kind, keys in _KINDS:
+        for key in keys:
+            if key in values and (values[key] is not None or key in never_null):
+                _check_kind(where + key, values[key], kind)
+
+
+def _check_kind(name: str, value: Any, kind: _Kind) -> None:
+    if not kind.accepts(value):
+        raise ConfigError(f"{name}: must be {kind.wanted}, got {value!r:.200}")
+
+
 def constructor_arguments(file: dict[str, Any], model_type: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Turn the contents of a config.json into constructor arguments of our configs.
 
     Returns the arguments and the optional keys the file had (to be written again on saving). Raises ConfigError for a
-    nested text config, an unsupported model type or keys that contradict each other.
+    nested text config, an unsupported model type, values of the wrong kind or keys that contradict each other.
     """
     nested = [key for key in NESTED_KEYS if file.get(key) is not None]
     if nested:
@@ -47,6 +155,7 @@ def constructor_arguments(file: dict[str, Any], model_type: str) -> tuple[dict[s
     found_type = file.get("model_type")
     if found_type not in (None, "", model_type):
         raise ConfigError(f"config.json: model_type is {found_type!r}, this class reads {model_type!r}")
+    _check_kinds(file, frozenset(), "config.json: ")  # here null may still mean "absent"
     file_keys = {key: file[key] for key in OPTIONAL_KEYS if key in file}
     arguments = dict(file)
     # An explicit null means what an absent key means, except where null itself has a meaning.
@@ -129,7 +238,7 @@ def _read_sliding_sizes(arguments: dict[str, Any]) -> None:
             continue
         if full_key not in arguments:
             arguments.pop(key, None)
-        elif native and key == "swa_num_key_value_heads":
+        elif native and key == "swa_num_key_value_heads" and arguments[full_key] is not None:
             arguments[key] = 2 * arguments[full_key]
         else:
             arguments[key] = arguments[full_key]
@@ -151,15 +260,14 @@ def _read_rope(arguments: dict[str, Any]) -> None:
     for theta_key, kind in entries:
         entry = per_kind.get(kind, {}) if per_kind else parameters
         where = f"rope_parameters.{kind}" if kind else "rope_parameters"
+        _check_kind(f"config.json: {where}", entry, _OBJECT)
         rope_type = entry.get("rope_type", entry.get("type", "default"))
         if rope_type != "default":
             raise ConfigError(f"config.json: {where}.rope_type is {rope_type!r}; MiMo-V2 knows only 'default'")
-        if "rope_theta" in entry:
-            statements[theta_key].append((f"{where}.rope_theta", entry["rope_theta"]))
-        if "partial_rotary_factor" in entry:
-            statements["partial_rotary_factor"].append(
-                (f"{where}.partial_rotary_factor", entry["partial_rotary_factor"])
-            )
+        for key, statement in (("rope_theta", theta_key), ("partial_rotary_factor", "partial_rotary_factor")):
+            if key in entry:
+                _check_kind(f"config.json: {where}.{key}", entry[key], _NUMBER)
+                statements[statement].append((f"{where}.{key}", entry[key]))
     for key, found in statements.items():
         for name, value in found[1:]:
             _agree(found[0][0], float(found[0][1]), name, float(value))
