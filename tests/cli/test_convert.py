@@ -78,7 +78,7 @@ from automimo.cli import main
 write = parallel_writer._Output.write
 
 def slow(self, file, offset, piece):
-    time.sleep(0.02)
+    time.sleep(0.2)  # so that no load of the machine lets the work end before the signal comes
     write(self, file, offset, piece)
 
 parallel_writer._Output.write = slow

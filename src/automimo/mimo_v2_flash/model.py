@@ -295,7 +295,7 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module):
                 attention_projection_layout="split",
                 dtype=str(stored).removeprefix("torch."),
             )
-        text = json.dumps(values, indent=2, sort_keys=layout == "split")
+        text = json.dumps(values, indent=2, sort_keys=layout == "split", allow_nan=False)
         write_text_atomic(folder / "config.json", text + "\n")
 
 
