@@ -81,7 +81,8 @@ def convert_checkpoint(
                     metadata=conversion.metadata,
                     on_progress=display.show,
                 )
-            write_text_atomic(content / "config.json", json.dumps(dict(conversion.config), indent=2, allow_nan=False) + "\n")
+            text = json.dumps(dict(conversion.config), indent=2, allow_nan=False)
+            write_text_atomic(content / "config.json", f"{text}\n")
             copy_side_files(conversion.side, content)
             if conversion.file_marks() != marks:
                 raise CheckpointError(f"{folder}: its files changed while they were converted; convert again")
