@@ -346,21 +346,18 @@ def _run(job: _Job, workers: int, on_progress: Callable[[Progress], None] | None
     # set_num_threads() holds for the thread that calls it, but also becomes the default of threads that start later:
     # the calling thread sets its own number again in the end.
     own_threads = torch.get_num_threads()
-    threads = [
-        threading.Thread(target=job.work, args=(workers > 1,), name=f"checkpoint-writer-{i}") for i in range(workers)
-    ]
+    team = [_Worker(job, workers > 1, f"checkpoint-writer-{i}") for i in range(workers)]
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(_PROGRESS_SECONDS)
+        for worker in team:
+            worker.start()
+        for worker in team:
+            while not worker.ended.wait(_PROGRESS_SECONDS):
                 if on_progress is not None:
                     on_progress(job.progress())
     finally:
         job.stop.set()
-        for thread in threads:
-            _join(thread)
+        for worker in team:
+            worker.wait()
         torch.set_num_threads(own_threads)
     if job.error is not None:
         raise job.error
@@ -368,12 +365,33 @@ def _run(job: _Job, workers: int, on_progress: Callable[[Progress], None] | None
         on_progress(job.progress())
 
 
-def _join(thread: threading.Thread) -> None:
-    """Wait for a thread that was told to stop. A second Ctrl-C does not end the wait: it takes one unit at most, and a
-    thread that is left behind could rename a file while the next run writes it."""
-    while thread.is_alive():
-        with suppress(KeyboardInterrupt, SystemExit):
-            thread.join()
+class _Worker(threading.Thread):
+    """A thread of the job that says when it has ended.
+
+    `Thread.join` cannot be used while it works: interrupted by Ctrl-C, Python 3.11 and 3.12 take the thread for ended
+    although it runs on, and a process that exits then is aborted inside torch.
+    """
+
+    def __init__(self, job: _Job, single_threaded: bool, name: str) -> None:
+        super().__init__(name=name)
+        self.ended = threading.Event()
+        self._job, self._single_threaded = job, single_threaded
+
+    def run(self) -> None:
+        try:
+            self._job.work(self._single_threaded)
+        finally:
+            self.ended.set()
+
+    def wait(self) -> None:
+        """Wait until it has ended after it was told to stop; at once if it was never started. Another Ctrl-C does not
+        end the wait: it takes one unit at most, and a thread that is left behind could rename a file while the next run
+        writes it."""
+        while self.ident is not None and not self.ended.is_set():
+            with suppress(KeyboardInterrupt, SystemExit):
+                self.ended.wait()
+        if self.ident is not None:
+            self.join()
 
 
 @contextmanager
