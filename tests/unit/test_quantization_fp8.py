@@ -1,12 +1,12 @@
 """FP8 blocks against a slow oracle: e4m3 spelled out from its bits, products in float64, roundings in numpy."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+from flushing import flushed_subnormals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -81,16 +81,6 @@ def random_codes(rows: int, columns: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=generator)
     return torch.where(codes & 0x7F == 0x7F, codes - 1, codes).view(FP8)
-
-
-@contextmanager
-def flushed_subnormals() -> Iterator[None]:
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this CPU cannot flush subnormals")
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
 
 
 # Decoding

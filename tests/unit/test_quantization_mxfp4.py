@@ -1,14 +1,13 @@
 """MXFP4 against a slow oracle: values as Python floats from their definition, codes by comparing fractions."""
 
 import math
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from flushing import flushed_subnormals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -51,16 +50,6 @@ def random_groups(rows: int, groups: int, seed: int, low: int = 0, high: int = 2
     generator = torch.Generator().manual_seed(seed)
     packed = torch.randint(0, 256, (rows, 16 * groups), dtype=torch.uint8, generator=generator)
     return packed, torch.randint(low, high, (rows, groups), dtype=torch.uint8, generator=generator)
-
-
-@contextmanager
-def flushed_subnormals() -> Iterator[None]:
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this CPU cannot flush subnormals")
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(False)
 
 
 # Decoding

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +13,7 @@ from automimo import __version__
 from automimo.checkpoint import CheckpointReader
 from automimo.checkpoint.ledger import group_keys
 from automimo.checkpoint.parallel_writer import Unit, plan_files
-from automimo.checkpoint.safetensors_file import TORCH_DTYPES
-from automimo.checkpoint.writer import MAX_SHARD_BYTES, PlannedTensor
+from automimo.checkpoint.writer import MAX_SHARD_BYTES
 from automimo.convert.config_json import converted_config
 from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.source import config_values
@@ -30,7 +28,7 @@ from automimo.mimo_v2_flash.storage import (
 from automimo.mimo_v2_flash.storage.consistency import key_problems, mtp_layers
 from automimo.mimo_v2_flash.storage.key_table import text_shapes
 from automimo.mimo_v2_flash.storage.stored_checkpoint import FLOATING
-from automimo.mimo_v2_flash.storage.transfer import Tally, cast_unit, raw_unit, transfer_units
+from automimo.mimo_v2_flash.storage.transfer import Tally, raw_unit, tensor_unit, transfer_units
 from automimo.quantization import Strip
 
 Target = Literal["bf16", "fp8", "mxfp4"]
@@ -143,7 +141,7 @@ def _plan_to(source: StoredCheckpoint, options: ConvertOptions) -> Conversion:
             targets[key] = matrix  # nobody knows what it is: it stays as it is
     tally = Tally()
     units = transfer_units(source, targets, tally)
-    units += [_raw_tensor(source.reader, key, tally) for key in source.raw]
+    units += [tensor_unit(source.reader, key, tally) for key in source.raw]
     metadata = {key: value for key, value in source.reader.metadata.items() if key not in ("total_size", "tp_size")}
     if form.layout == "fused":
         metadata["tp_size"] = form.tp
@@ -185,7 +183,7 @@ def _plan_like(source: StoredCheckpoint, reference: StoredCheckpoint) -> Convers
     own = set(source.raw)
     for key in reference.raw:
         raw[key] = source.reader if key in own else reference.reader
-        units.append(_raw_tensor(raw[key], key, tally, reference.reader.tensors[key].dtype))
+        units.append(tensor_unit(raw[key], key, tally, reference.reader.tensors[key].dtype))
     files: dict[str, list[str]] = {}
     for key, info in reference.reader.tensors.items():
         files.setdefault(info.file.name, []).append(key)
@@ -262,20 +260,6 @@ def _check_same_model(source: StoredCheckpoint, reference: StoredCheckpoint) -> 
         pair = (ours[key].dtype, theirs[key].dtype)
         if pair[0] != pair[1] and not (pair[0] in FLOATING and pair[1] in FLOATING):
             raise CheckpointError(f"{where}: {key} is stored as {pair[0]}, in the reference as {pair[1]}")
-
-
-def _raw_tensor(reader: CheckpointReader, key: str, tally: Tally, dtype: str | None = None) -> Unit:
-    """A unit for a tensor that nobody interprets: its bytes, or cast where the reference has another dtype."""
-    info = reader.info(key)
-    if dtype is not None and dtype != info.dtype:
-        return cast_unit(reader, info, TORCH_DTYPES[dtype], tally)
-    planned = PlannedTensor(key, info.dtype, info.shape)
-    return Unit((planned,), partial(_bytes_of, reader, key, tally), info.nbytes)
-
-
-def _bytes_of(reader: CheckpointReader, key: str, tally: Tally) -> list[Any]:
-    tally.add("copied", 1)
-    return [reader.iter_bytes(key)]
 
 
 def _file_marks(reader: CheckpointReader) -> list[Any]:

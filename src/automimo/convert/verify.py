@@ -62,6 +62,8 @@ def verify_conversion(
             wrong = next((key for key, m in planned.items() if written.matrices.get(key) != m), "the list of tensors")
             raise CheckpointError(f"{folder}: verification failed: {wrong} does not read back in the planned form")
         tasks = list(_tasks(conversion, written))
+        # What a thread sets also becomes the default of threads that start later: set it back in the end.
+        own_threads = torch.get_num_threads()
         with ThreadPoolExecutor(workers) as pool:
             results = []
             try:
@@ -71,6 +73,8 @@ def verify_conversion(
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
+            finally:
+                torch.set_num_threads(own_threads)
     encoded = [(kind, steps) for kind, steps in results if kind not in ("equal", "kept")]
     kept = sum(kind == "kept" for kind, _ in results)
     return Verification(

@@ -13,14 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automimo.checkpoint import FolderContents, PlannedTensor, TensorEntry, Unit, dtype_name, raw_entry
+from automimo.checkpoint import FolderContents, PlannedTensor, TensorEntry, Unit, dtype_name
 from automimo.checkpoint.writer import Produced
 from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.storage import StoredCheckpoint, StoredMatrix, stored_tensors, stored_together
 from automimo.mimo_v2_flash.storage.encode import cast, row_major
 from automimo.mimo_v2_flash.storage.matrices import plain_matrix
-from automimo.mimo_v2_flash.storage.transfer import Tally, encode_unless_unchanged, planned, raw_unit, transfer_units
-from automimo.mimo_v2_flash.weights import ROUTER_SUFFIXES, SINK_SUFFIX, checkpoint_places
+from automimo.mimo_v2_flash.storage.target import KEPT_SUFFIXES, ROUTER_SUFFIXES
+from automimo.mimo_v2_flash.storage.transfer import (
+    Tally,
+    encode_unless_unchanged,
+    planned,
+    raw_unit,
+    tensor_unit,
+    transfer_units,
+)
+from automimo.mimo_v2_flash.weights import checkpoint_places
 
 
 def own_entries(
@@ -101,7 +109,7 @@ def _carried(state: Mapping[str, Tensor], source: StoredCheckpoint) -> dict[str,
 
 
 def _raw_units(source: StoredCheckpoint) -> list[Unit]:
-    return [_unit(raw_entry(source.reader, key)) for key in source.raw]
+    return [tensor_unit(source.reader, key, Tally()) for key in source.raw]
 
 
 def _unit(entry: TensorEntry) -> Unit:
@@ -124,7 +132,7 @@ def _cast(key: str, view: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _stored_dtype(key: str, dtype: torch.dtype, source: StoredCheckpoint | None) -> torch.dtype:
-    kept = key.endswith((*ROUTER_SUFFIXES, SINK_SUFFIX))
+    kept = key.endswith(KEPT_SUFFIXES)
     if kept and source is not None and key in source.reader.tensors:
         return source.reader.tensors[key].torch_dtype
     return torch.float32 if key.endswith(ROUTER_SUFFIXES) else dtype

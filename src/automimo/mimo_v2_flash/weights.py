@@ -15,15 +15,12 @@ from torch import Tensor, nn
 
 from automimo.checkpoint import Ledger
 from automimo.mimo_v2_flash.storage import StoredCheckpoint
+from automimo.moe.split_experts import expert_view
 
 # Parts of a release that a text run does not train. They go from the source to the export byte for byte.
 CARRIED_PREFIXES = ("model.mtp.", "visual.", "audio_encoder.", "speech_embeddings.")
-# Read and written in the dtype they were released in: rounding them changes which experts a token goes to.
-ROUTER_SUFFIXES = (".mlp.gate.weight", ".mlp.gate.e_score_correction_bias")
-SINK_SUFFIX = ".attention_sink_bias"
 
 _STACKED = re.compile(r"(?P<prefix>.*\.experts)\.(?P<stack>gate_and_up_projs|down_projs)$")
-_EXPERT = re.compile(r"(?P<prefix>.*\.experts)\.\d+\.(?P<part>gate|up|down)_proj\.weight$")
 
 
 @dataclass(frozen=True)
@@ -36,13 +33,9 @@ class Place:
 
     def view(self, tensor: Tensor) -> Tensor:
         """The checkpoint's tensor as a view of our parameter, in the checkpoint's orientation [out, in]."""
-        if self.expert is None:
+        if self.expert is None or self.part is None:
             return tensor
-        matrix = tensor[self.expert]
-        if self.part == "down":
-            return matrix.t()
-        half = matrix.shape[1] // 2
-        return (matrix[:, :half] if self.part == "gate" else matrix[:, half:]).t()
+        return expert_view(tensor[self.expert], self.part)
 
 
 def places_of(parameter: str, num_experts: int) -> dict[str, Place]:
@@ -56,14 +49,6 @@ def places_of(parameter: str, num_experts: int) -> dict[str, Place]:
         for expert in range(num_experts)
         for part in parts
     }
-
-
-def parameter_of(key: str) -> str:
-    """Our parameter that a checkpoint key belongs to: the inverse of `places_of`."""
-    match = _EXPERT.match(key)
-    if match is None:
-        return key
-    return f"{match['prefix']}.{'down_projs' if match['part'] == 'down' else 'gate_and_up_projs'}"
 
 
 def checkpoint_places(state: Mapping[str, Tensor]) -> dict[str, Place]:

@@ -69,7 +69,7 @@ class MoESplitExpertsStateDictMixin:
         if isinstance(tensor, DTensor):
             local, first = local_tensor(tensor), _first_local_expert(name, tensor)
         return [
-            (f"{match['experts']}.{first + i}.{part}_proj.weight", _like_stack(_view(local[i], part), tensor))
+            (f"{match['experts']}.{first + i}.{part}_proj.weight", _like_stack(expert_view(local[i], part), tensor))
             for i in range(local.shape[0])
             for part in _PARTS[match["stack"]]
         ]
@@ -196,8 +196,8 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     return a.device == b.device and a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
 
 
-def _view(matrix: Tensor, part: str) -> Tensor:
-    """One expert of a stack in the checkpoint's orientation [out, in]."""
+def expert_view(matrix: Tensor, part: str) -> Tensor:
+    """The `part` ("gate", "up", "down") of one expert of a stack, as a checkpoint has it: [out, in]."""
     if part == "down":
         return matrix.t()
     half = matrix.shape[1] // 2

@@ -28,7 +28,8 @@ from automimo.mimo_v2_flash.storage.matrices import (
 from automimo.quantization import GROUP
 
 # Rounding these changes which experts a token goes to, or how much attention it pays to nothing.
-KEPT_SUFFIXES = (".mlp.gate.weight", ".mlp.gate.e_score_correction_bias", ".self_attn.attention_sink_bias")
+ROUTER_SUFFIXES = (".mlp.gate.weight", ".mlp.gate.e_score_correction_bias")
+KEPT_SUFFIXES = (*ROUTER_SUFFIXES, ".self_attn.attention_sink_bias")
 _PROJECTION = re.compile(
     r"(?P<prefix>model\.(mtp\.)?layers\.\d+\.self_attn)\.(?P<part>q|k|v)_proj\.(?P<kind>weight|bias)$"
 )

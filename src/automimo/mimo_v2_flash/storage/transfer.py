@@ -85,6 +85,14 @@ def cast_unit(reader: CheckpointReader, info: TensorInfo, dtype: torch.dtype, ta
     return Unit((target,), partial(_cast_chunks, reader, info, dtype, tally), info.nbytes)
 
 
+def tensor_unit(reader: CheckpointReader, key: str, tally: Tally, dtype: str | None = None) -> Unit:
+    """A unit for a tensor that nobody interprets: its bytes, or cast where another `dtype` is asked for."""
+    info = reader.info(key)
+    if dtype is not None and dtype != info.dtype:
+        return cast_unit(reader, info, TORCH_DTYPES[dtype], tally)
+    return Unit((PlannedTensor(key, info.dtype, info.shape),), partial(_bytes_of, reader, key, tally), info.nbytes)
+
+
 def encode_unless_unchanged(
     group: Group, values: Sequence[Tensor], reference: StoredCheckpoint | None, tally: Tally
 ) -> Sequence[Produced]:
@@ -176,6 +184,11 @@ def _cast_bytes(reader: CheckpointReader, info: TensorInfo, dtype: torch.dtype) 
     for start in range(0, info.shape[0], step):
         rows = reader.read_rows(info.name, start, min(start + step, info.shape[0]))
         yield cast(rows, dtype, info.name).reshape(-1).view(torch.uint8).numpy().data
+
+
+def _bytes_of(reader: CheckpointReader, key: str, tally: Tally) -> list[Produced]:
+    tally.add("copied", 1)
+    return [reader.iter_bytes(key)]
 
 
 def _copy(reader: CheckpointReader, group: Group, tally: Tally, how: How) -> Sequence[Produced]:
