@@ -90,7 +90,7 @@ def convert_checkpoint(
             moved = conversion.read_bytes + conversion.written_bytes
             _say(
                 console,
-                f"wrote    {_gib(conversion.written_bytes)} in {seconds:.1f} s, {moved / seconds / 1e9:.2f} GB/s",
+                f"wrote    {_size(conversion.written_bytes)} in {seconds:.1f} s, {moved / seconds / 1e9:.2f} GB/s",
             )
             _say(console, describe_tally(conversion))
             if verify:
@@ -124,8 +124,8 @@ def describe_plan(conversion: Conversion) -> str:
     known = "" if tp is None else f", checkpoint TP {tp.size} from {tp.found_by}"
     return (
         f"source   {source.reader.folder}: {source.description.layout} attention{known}, "
-        f"{len(source.reader.tensors):,} tensors, {_gib(conversion.read_bytes)} to read, "
-        f"{_gib(conversion.written_bytes)} to write in {len(conversion.files)} files"
+        f"{len(source.reader.tensors):,} tensors, {_size(conversion.read_bytes)} to read, "
+        f"{_size(conversion.written_bytes)} to write in {len(conversion.files)} file(s)"
     )
 
 
@@ -196,8 +196,8 @@ def _check_place(read: Path, target: Path) -> None:
         raise CheckpointError(f"{target}: lies inside {read}, which is read; choose a folder outside it")
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.2f} GiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def _say(console: Console, text: str) -> None:
