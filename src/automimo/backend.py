@@ -16,11 +16,11 @@ CHOICES = MappingProxyType(
         "linear": ("torch",),
         "rms_norm": ("torch_fp32", "torch"),
         "experts": ("torch_mm", "torch"),
-        "dispatcher": ("torch",),
+        "dispatcher": ("torch", "deepep"),
         "gate_precision": (None, "float32"),
     }
 )
-NOT_INSTALLED = MappingProxyType({"attn": ("flex", "te"), "dispatcher": ("deepep",)})
+NOT_INSTALLED = MappingProxyType({"attn": ("flex", "te")})
 
 
 @dataclass
@@ -32,8 +32,11 @@ class BackendConfig:
     rms_norm: ``torch_fp32`` normalises in fp32 and multiplies by the weight in the input dtype (as the released
         modelling files do); ``torch`` is the fused ``torch.nn.functional.rms_norm``, one rounding apart in bf16.
     experts: ``torch_mm`` (one grouped matmul per projection) or ``torch`` (a loop over the experts).
-    dispatcher: ``torch`` (sort by expert on the device that holds all experts).
+    dispatcher: how tokens get to experts on other ranks: ``torch`` (all-to-all) or ``deepep`` (its own GPU kernels; the
+        package is looked for when the model is made parallel). Experts on this device need none.
     gate_precision: compute dtype of the router; None and ``float32`` both mean fp32, the only one that trains well.
+    enable_fsdp_optimizations: gradients are exchanged once per optimizer step instead of once per micro-batch, at the
+        price of unsharded gradients in between; see ``MoEFSDPSyncMixin``.
     enable_hf_state_dict_adapter: attach a ``state_dict_adapter`` to the model.
 
     Raises ConfigError for a value that is unknown or not installed, listing the choices.
@@ -46,6 +49,7 @@ class BackendConfig:
     dispatcher: str = "torch"
     gate_precision: str | None = None
     enable_hf_state_dict_adapter: bool = True
+    enable_fsdp_optimizations: bool = True
 
     def __post_init__(self) -> None:
         if self.gate_precision is not None:

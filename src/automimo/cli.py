@@ -15,6 +15,7 @@ import typer
 
 from automimo import __version__
 from automimo.cli_errors import exit_code_of
+from automimo.errors import ConfigError
 
 P = ParamSpec("P")
 # Repeated from mimo_v2_flash.storage, which imports torch.
@@ -113,13 +114,34 @@ def train(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Other values for keys, as in optim.lr=1e-5.")
     ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Processes to train with on this machine.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, train nothing.")] = False,
+    world_size: Annotated[
+        int | None, typer.Option(min=2, help="With --dry-run: processes whose share of memory and traffic to count.")
+    ] = None,
 ) -> int:
     """Train as a recipe says; the same command resumes."""
+    from automimo.launch import launch, refuse_second_launch
     from automimo.training import load_recipe
 
+    if world_size is not None and not dry_run:
+        raise ConfigError(
+            f"--world-size {world_size} is for --dry-run, which counts the share of one of so many processes: add "
+            "--dry-run, or start them with --nproc or torchrun"
+        )
+    if nproc is not None:
+        refuse_second_launch()
+    if "RANK" in os.environ:
+        # Where a peer dies torch's store warns with a page of C++ frames, on every rank; its errors come as exceptions.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     loaded = load_recipe(recipe, overrides or ())
+    if nproc is not None and nproc > 1 and not dry_run:
+        return launch(nproc, [*[DEBUG] * _OPTIONS.debug, "train", "--", str(recipe), *(overrides or ())])
     # After the recipe, so that a mistake in it is told at once and not when torch has been imported.
+    if world_size is not None:
+        from automimo.training.rehearsal import run_rehearsal
+
+        return run_rehearsal(loaded, world_size)
     from automimo.training import run_training
 
     return run_training(loaded, dry_run=dry_run)

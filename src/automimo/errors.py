@@ -24,3 +24,7 @@ class DataError(AutoMiMoError, ValueError):
 
 class TrainingError(AutoMiMoError, RuntimeError):
     """A run that cannot go on: a non-finite loss, a recipe that no longer fits its checkpoint."""
+
+
+class DistributedError(AutoMiMoError, RuntimeError):
+    """Work that several processes do together failed on another one, or contact to it was lost."""

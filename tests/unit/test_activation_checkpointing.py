@@ -1,5 +1,6 @@
 """Recomputing the blocks in backward changes nothing: loss, every gradient and the expert counts are the same bits."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -37,13 +38,16 @@ def step(model: MiMoV2FlashForCausalLM, inputs: dict[str, Any]) -> tuple[Tensor,
 @pytest.mark.parametrize("aux", [0.0, 0.3])
 @pytest.mark.parametrize("inputs", INPUTS.values(), ids=INPUTS.keys())
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_full_equals_none(attn: str, inputs: dict[str, Any], aux: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputation_equals_none(
+    mode: str, attn: str, inputs: dict[str, Any], aux: float, dtype: torch.dtype
+) -> None:
     if "inputs_embeds" in inputs:
         inputs = {"inputs_embeds": inputs["inputs_embeds"].to(dtype)}
     model = tiny_model(attn=attn, moe={"aux_loss_coeff": aux}, dtype=dtype)
     set_aux_loss_scale(model, 0.25)
     loss, grads, load = step(model, inputs)
-    model.model.set_activation_checkpointing("full")
+    model.model.set_activation_checkpointing(mode)
     again = step(model, inputs)
     assert torch.equal(loss, again[0])
     assert torch.equal(load, again[2])
@@ -122,18 +126,35 @@ def test_nothing_is_recomputed_without_gradients_or_in_evaluation() -> None:
 def test_the_choice_of_experts_is_not_made_again() -> None:
     """Top-k runs once per MoE layer, not twice: a flipped choice in the recompute could not fit the saved shapes."""
 
-    class CountTopK(TorchDispatchMode):
-        calls = 0
+    for mode in ("full", "selective"):
+        assert operations(mode)[torch.ops.aten.topk.default] == 3
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            CountTopK.calls += int(func == torch.ops.aten.topk.default)
-            return func(*args, **(kwargs or {}))
 
+class Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(mode: str) -> Counter[Any]:
     model = tiny_model()
-    model.model.set_activation_checkpointing("full")
-    with CountTopK():
+    model.model.set_activation_checkpointing(mode)
+    with Count() as count:
         model(**INPUTS["packed"], targets=IDS).loss.backward()
-    assert CountTopK.calls == 3
+    return count.calls
+
+
+def test_selective_recomputes_every_second_product() -> None:
+    # Two per MoE layer in forward (three of them) and their gradients, which are products of the same kind.
+    grouped = torch.ops.aten._grouped_mm.default
+    none, full, selective = (operations(mode)[grouped] for mode in ("none", "full", "selective"))
+    assert none == 3 * 2 * 3
+    # A recomputation ends as soon as it has what backward asked for: not necessarily with the last product.
+    assert none < selective < full <= none + 3 * 2
 
 
 def test_it_holds_less_between_forward_and_backward() -> None:
@@ -162,6 +183,6 @@ def test_it_holds_less_between_forward_and_backward() -> None:
 
 def test_unknown_modes_are_refused() -> None:
     model = tiny_model()
-    with pytest.raises(ConfigError, match="'selective' is unknown; choose one of: none, full"):
-        model.model.set_activation_checkpointing("selective")
+    with pytest.raises(ConfigError, match="'some' is unknown; choose one of: none, full, selective"):
+        model.model.set_activation_checkpointing("some")
     assert model.model.activation_checkpointing == "none"

@@ -27,6 +27,7 @@ def test_defaults() -> None:
         "experts": "torch_mm",
         "dispatcher": "torch",
         "gate_precision": None,
+        "enable_fsdp_optimizations": True,
         "enable_hf_state_dict_adapter": True,
     }
 
@@ -47,7 +48,6 @@ def test_the_choices_are_those_of_the_parts() -> None:
         ("linear", "te", ["backend.linear", "'te'", "torch"]),
         ("rms_norm", "quack", ["backend.rms_norm", "torch_fp32, torch"]),
         ("experts", "gmm", ["backend.experts", "torch_mm, torch"]),
-        ("dispatcher", "deepep", ["'deepep' is not installed", "torch"]),
         ("gate_precision", "bfloat16", ["backend.gate_precision", "'bfloat16'", "float32"]),
         ("gate_precision", torch.bfloat16, ["backend.gate_precision", "'bfloat16'", "float32"]),
         ("experts", ["torch"], ["backend.experts", "['torch']"]),

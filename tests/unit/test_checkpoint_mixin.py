@@ -13,13 +13,16 @@ from automimo.checkpoint import (
     FolderContents,
     HFCheckpointingMixin,
     PlannedTensor,
+    SpreadUnit,
     StateDictAdapter,
     Unit,
     dtype_name,
     tensor_entry,
     write_checkpoint,
 )
+from automimo.checkpoint.export_plan import ExportPlan, assign_writers, plan_export
 from automimo.checkpoint.mixin import Layout
+from automimo.distributed.gather import Spread
 from automimo.errors import CheckpointError
 
 
@@ -155,6 +158,73 @@ def test_the_mixin_leaves_the_module_as_it_is() -> None:
     assert list(model.state_dict()) == ["w"]
     wrapped = type("Wrapped", (Model,), {})()  # as FSDP2 makes its classes
     assert list(wrapped.state_dict()) == ["w"]
+
+
+def spread_unit(key: str, rows: int, *holders: tuple[int, ...]) -> SpreadUnit:
+    """A matrix of `rows` x 4 that each of `holders` has, in equal parts."""
+    parts = len(holders[0])
+    spread = Spread((rows, 4), torch.float32, 0, (rows // parts,) * parts, holders, None, None)
+    return SpreadUnit((PlannedTensor(key, "F32", (rows, 4)),), (spread,), lambda values: values)
+
+
+def expert_parallel_plan(max_shard_bytes: int = 10**9) -> ExportPlan:
+    """4 ranks, ep 2 x ep_shard 2: 24 experts, 10 dense matrices in two replicas, one small matrix on all ranks, and two
+    tensors that are carried."""
+    experts = [spread_unit(f"e{i}", 64, (0, 2) if i < 12 else (1, 3)) for i in range(24)]
+    dense = [spread_unit(f"d{i}", 8 * (i + 1), (0, 1), (2, 3)) for i in range(10)]
+    sink = spread_unit("sink", 4, (0,), (1,), (2,), (3,))
+    carried = [Unit((PlannedTensor(f"c{i}", "F32", (100, 4)),), list, 0) for i in range(2)]
+    return plan_export(FolderContents([*dense, sink, *experts, *carried], {}), 4, max_shard_bytes)
+
+
+def test_units_are_shared_out_evenly_to_ranks_that_have_a_part() -> None:
+    plan = expert_parallel_plan()
+    sizes = [sum(unit.nbytes for unit in share) for share in plan.shares]
+    assert max(sizes) / (sum(sizes) / 4) <= 1.3 and len(plan.shares) == 4
+    written = [{tensor.key for unit in share for tensor in unit.tensors} for share in plan.shares]
+    assert sum(map(len, written)) == len(set().union(*written)) == 24 + 10 + 1 + 2
+    for rank, keys in enumerate(written):
+        assert {int(key[1:]) // 12 for key in keys if key[0] == "e"} == {rank % 2}
+    assert [sum(key[0] == "e" for key in keys) for keys in written] == [6] * 4
+    # 1000 rows that only rank 3 has leave the rest to the others.
+    units = [spread_unit("x", 1000, (3,)), *(spread_unit(f"y{i}", 100, (0, 1, 2, 3)) for i in range(9))]
+    assert sorted(assign_writers(units, 4)) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
+
+
+def test_every_unit_has_its_round_and_nobody_is_in_two_at_once() -> None:
+    plan = expert_parallel_plan()
+    for step in plan.rounds:
+        busy = [member for entry in step for member in entry.holder]
+        assert len(busy) == len(set(busy))
+    for member, share in enumerate(plan.shares):
+        rounds = [entry for step in range(len(plan.rounds)) if (entry := plan.round_of(step, member)) is not None]
+        got = [unit for entry in rounds if (unit := entry.units[entry.holder.index(member)]) is not None]
+        assert got == share[: plan.gathered[member]]  # in the order in which the writer takes them
+        assert all(len(unit.inputs[0].holders[0]) > 1 for unit in got)
+    # Replicas and sets of experts work side by side: every step but the last ones has two rounds, both with two writers.
+    full = [len(step) == 2 and all(None not in entry.units for entry in step) for step in plan.rounds]
+    assert full.count(False) <= 2
+    assert len(plan.rounds) <= 12
+
+
+def test_files_are_numbered_through_and_hold_the_shares() -> None:
+    plan = expert_parallel_plan(max_shard_bytes=4096)
+    names = [name for files in plan.files for name in files]
+    assert names == [f"model-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
+    for share, files in zip(plan.shares, plan.files, strict=True):
+        assert [key for keys in files.values() for key in keys] == [t.key for unit in share for t in unit.tensors]
+        assert len(files) > 1
+    alone = plan_export(FolderContents([spread_unit("x", 8, (0, 1))], {}), 2, 10**6)
+    assert [list(files) for files in alone.files] == [["model.safetensors"], []]
+
+
+def test_units_that_no_rank_can_make_are_refused() -> None:
+    first, second = spread_unit("x", 8, (0, 1)), spread_unit("y", 8, (2, 3))
+    both = SpreadUnit(first.tensors, (*first.inputs, *second.inputs), lambda values: values)
+    with pytest.raises(CheckpointError, match=r"\['x'\]: no rank has a part"):
+        plan_export(FolderContents([both], {}), 4, 10**6)
+    with pytest.raises(CheckpointError, match="'x' is to be written twice"):
+        plan_export(FolderContents([first, first], {}), 4, 10**6)
 
 
 class Halves(StateDictAdapter):

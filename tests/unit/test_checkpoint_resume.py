@@ -1,34 +1,43 @@
 """Training checkpoints come back bit for bit, survive kills at any moment, and say so when they are damaged."""
 
-import json
 import math
 import os
 import random
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from automimo.checkpoint import load_step, newest_step, save_step
-from automimo.checkpoint.resume import step_folders, tidy_steps
+from automimo.checkpoint import dcp_storage, load_step, newest_step, save_step
+from automimo.checkpoint.resume import begin_step, step_folders, tidy_steps
 from automimo.checkpoint.safetensors_file import TORCH_DTYPES
+from automimo.checkpoint.saved_step import load_tensors, read_step
 from automimo.errors import CheckpointError
+
+TENSORS = "tensors-00000.safetensors"
 
 KILLER = r"""
 import os, random, signal, sys, time
 from pathlib import Path
 import torch
-from automimo.checkpoint import save_step
+from automimo.checkpoint.resume import begin_step, save_step
 from kill_calls import killed_at
 torch.set_num_threads(1)
 
+background = sys.argv[2] == "background"
+
 def save(root, step, keep=2):
-    tensors = {"model": {"w": torch.full((1000,), float(step)), "b": torch.arange(step)}, "rng": {}}
-    save_step(root, step, tensors, {"step": step}, keep=keep)
+    tensors = {"w": torch.full((1000,), float(step)), "b": torch.arange(step)}
+    if background:
+        pending = begin_step(root, step, tensors, {"step": step}, keep=keep)
+        pending.publish()
+    else:
+        save_step(root, step, tensors, {"step": step}, keep=keep)
 
 def fork(work):
     pid = os.fork()
@@ -63,9 +72,9 @@ def any_moment(root, kills, seed):
         print(step - 1, flush=True)
 
 if sys.argv[1] == "each":
-    print(each_call(Path(sys.argv[2])))
+    print(each_call(Path(sys.argv[3])))
 else:
-    any_moment(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    any_moment(Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
 """
 
 
@@ -83,17 +92,17 @@ def killer(*arguments: str) -> list[int]:
 
 
 def check_complete(path: Path) -> int:
-    groups, state = load_step(path)
+    tensors, state = load_step(path)
     step = state["step"]
     assert path.name == f"step-{step}"
-    assert groups.keys() == {"model", "rng"}
-    assert torch.equal(groups["model"]["w"], torch.full((1000,), float(step)))
-    assert torch.equal(groups["model"]["b"], torch.arange(step))
+    assert tensors.keys() == {"w", "b"}
+    assert torch.equal(tensors["w"], torch.full((1000,), float(step)))
+    assert torch.equal(tensors["b"], torch.arange(step))
     return int(step)
 
 
 def save_one(root: Path, step: int, keep: int = 0) -> Path:
-    tensors = {"model": {"w": torch.full((1000,), float(step)), "b": torch.arange(step)}, "rng": {}}
+    tensors = {"w": torch.full((1000,), float(step)), "b": torch.arange(step)}
     return save_step(root, step, tensors, {"step": step}, keep=keep)
 
 
@@ -104,8 +113,9 @@ def names_in(folder: Path) -> list[str]:
 # Kills
 
 
-def test_killed_before_every_file_system_call(tmp_path: Path) -> None:
-    (kills,) = killer("each", str(tmp_path))
+@pytest.mark.parametrize("way", ["", pytest.param("background", marks=pytest.mark.slow)])
+def test_killed_before_every_file_system_call(tmp_path: Path, way: str) -> None:
+    (kills,) = killer("each", way, str(tmp_path))
     assert kills > 20
     seen = set()
     for k in range(1, kills + 1):
@@ -115,13 +125,17 @@ def test_killed_before_every_file_system_call(tmp_path: Path) -> None:
         assert newest is not None
         assert newest.name == f"step-{steps[-1]}"
         seen.add(tuple(steps))
-        save_one(root, 3, keep=2)
-        assert names_in(root) == ["step-2", "step-3"]
+        if k % 2:
+            save_one(root, 3, keep=2)
+            assert names_in(root) == ["step-2", "step-3"]
+        else:
+            tidy_steps(root, keep=2)
+            assert names_in(root) == [f"step-{step}" for step in steps[-2:]]
     assert seen == {(1, 2), (1, 2, 3), (2, 3)}
 
 
 def kill_at_random(root: Path, kills: int, seed: int) -> None:
-    reached = killer("random", str(root), str(kills), str(seed))
+    reached = killer("random", "", str(root), str(kills), str(seed))
     assert len(reached) == kills
     steps = [check_complete(path) for _, path in step_folders(root)]
     assert max(steps) == reached[-1]
@@ -141,17 +155,27 @@ def test_killed_at_many_random_moments(tmp_path: Path) -> None:
 # Saving and loading
 
 
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+
+
 def test_round_trip_bit_for_bit(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     raw = torch.randint(0, 256, (48,), generator=generator, dtype=torch.uint8)
     tensors = {
-        "model": {name: (raw % 2 if name == "BOOL" else raw).view(dtype) for name, dtype in TORCH_DTYPES.items()},
-        "optimizer": {"0.exp_avg": torch.randn(5, 7, generator=generator).T, "0.step": torch.tensor(3.0)},
-        "rng": {"torch": torch.get_rng_state(), "empty": torch.empty(0, 2)},
-        "none": {},
+        f"model/{name}": (raw % 2 if name == "BOOL" else raw).view(dtype) for name, dtype in TORCH_DTYPES.items()
     }
-    parameter = torch.nn.Parameter(torch.randn(3, generator=generator))
-    tensors["model"]["parameter"] = parameter
+    tensors |= {
+        "optimizer/0.exp_avg": torch.randn(5, 7, generator=generator).T,
+        "optimizer/0.step": torch.tensor(3.0),
+        "rng/torch": torch.get_rng_state(),
+        "empty": torch.empty(0, 2),
+        "one of many": torch.arange(4.0)[::3][1:],
+        "a@3,1": torch.arange(3),
+        "a": torch.arange(4),
+        "": torch.arange(5),
+        "parameter": torch.nn.Parameter(torch.randn(3, generator=generator)),
+    }
     state = {
         "step": 5,
         "text": 'é "✓"\n',
@@ -163,34 +187,108 @@ def test_round_trip_bit_for_bit(tmp_path: Path) -> None:
     }
     path = save_step(tmp_path, 5, tensors, state, keep=1)
     assert path == tmp_path / "step-5"
-    groups, loaded = load_step(path)
-    assert groups.keys() == tensors.keys()
-    for name, group in tensors.items():
-        assert groups[name].keys() == group.keys()
-        for key, tensor in group.items():
-            back = groups[name][key]
-            assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
-            expected = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            assert torch.equal(back.reshape(-1).view(torch.uint8), expected)
+    saved = read_step(path)
+    assert (saved.step, saved.tensors.keys()) == (5, tensors.keys())
+    back, loaded = load_step(path)
+    assert back.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        assert (back[key].dtype, back[key].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(bits(back[key]), bits(tensor)), key
     assert math.isnan(loaded.pop("nan"))
     assert math.copysign(1, loaded["floats"][2]) == -1
     assert loaded == {**{k: v for k, v in state.items() if k != "nan"}, "tuple": [1, [2, 3]]}
-    assert names_in(path) == [*(f"{name}.safetensors" for name in sorted(tensors)), "state.json"]
+    assert names_in(path) == ["state.json", "tensors-00000.safetensors"]
 
 
 def test_saved_tensors_are_copies(tmp_path: Path) -> None:
     weight = torch.zeros(4)
-    path = save_step(tmp_path, 1, {"model": {"w": weight}}, {}, keep=0)
+    path = save_step(tmp_path, 1, {"w": weight}, {}, keep=0)
     weight += 1
-    assert load_step(path)[0]["model"]["w"].tolist() == [0, 0, 0, 0]
+    assert load_step(path)[0]["w"].tolist() == [0, 0, 0, 0]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    save_step(tmp_path, 1, {"model": {"w": torch.zeros(2)}, "extra": {}}, {"n": 1}, keep=0)
-    path = save_step(tmp_path, 1, {"model": {"w": torch.ones(2)}}, {"n": 2}, keep=0)
-    groups, state = load_step(path)
-    assert (groups["model"]["w"].tolist(), state) == ([1, 1], {"n": 2})
-    assert names_in(path) == ["model.safetensors", "state.json"]
+    save_step(tmp_path, 1, {"w": torch.zeros(2), "extra": torch.zeros(1)}, {"n": 1}, keep=0)
+    path = save_step(tmp_path, 1, {"w": torch.ones(2)}, {"n": 2}, keep=0)
+    tensors, state = load_step(path)
+    assert (tensors["w"].tolist(), state) == ([1, 1], {"n": 2})
+    assert tensors.keys() == {"w"}
+
+
+def test_destinations_are_filled_in_place_whatever_their_strides(tmp_path: Path) -> None:
+    value = torch.arange(24.0).reshape(2, 3, 4)
+    path = save_step(tmp_path, 1, {"a": value, "b": value, "other": torch.ones(1)}, {}, keep=0)
+    transposed = torch.full((4, 3, 2), math.nan)
+    parameter = torch.nn.Parameter(torch.full((2, 3, 4), math.nan))
+    load_tensors(read_step(path), {"a": transposed.permute(2, 1, 0), "b": parameter})
+    assert torch.equal(transposed.permute(2, 1, 0), value)
+    assert torch.equal(parameter, value)
+
+
+@pytest.mark.parametrize(
+    ("destination", "message"),
+    [
+        (torch.empty(4), r"'w'.*shape=\(1000,\)\) cannot be loaded into .*\(4,\)"),
+        (torch.empty(1000, dtype=torch.bfloat16), r"'w'.*F32.* cannot be loaded into .*BF16"),
+        (torch.empty(1000, device="meta"), r"'w'.*meta device"),
+    ],
+)
+def test_destinations_that_do_not_fit(tmp_path: Path, destination: torch.Tensor, message: str) -> None:
+    saved = read_step(save_one(tmp_path, 1))
+    with pytest.raises(CheckpointError, match=message):
+        load_tensors(saved, {"w": destination})
+    with pytest.raises(CheckpointError, match=r"'x': absent"):
+        load_tensors(saved, {"x": torch.empty(1)})
+
+
+# In the background
+
+
+def test_the_background_saves_the_values_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    write = dcp_storage.write_safetensors
+
+    def slow(*arguments: Any) -> None:
+        assert go_on.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(dcp_storage, "write_safetensors", slow)
+    weight, position = torch.zeros(1000), {"row": 1}
+    pending = begin_step(tmp_path, 1, {"w": weight}, {"position": position}, keep=1)
+    weight += 1
+    position["row"] = 2
+    assert not pending.finished
+    assert newest_step(tmp_path) is None
+    go_on.set()
+    assert pending.publish() == tmp_path / "step-1"
+    assert pending.finished
+    tensors, state = load_step(tmp_path / "step-1")
+    assert (tensors["w"].abs().sum(), state) == (0, {"position": {"row": 1}})
+    assert names_in(tmp_path) == ["step-1"]
+
+
+def test_a_failure_in_the_background_surfaces_when_it_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_one(tmp_path, 1)
+
+    def full(*_: Any) -> None:
+        raise CheckpointError("no space left on the disk")
+
+    monkeypatch.setattr(dcp_storage, "write_safetensors", full)
+    pending = begin_step(tmp_path, 2, {"w": torch.zeros(3)}, {}, keep=1)
+    with pytest.raises(CheckpointError, match="no space left"):
+        pending.publish()
+    assert names_in(tmp_path) == ["step-1"]
+    assert check_complete(tmp_path / "step-1") == 1
+
+
+def test_a_pending_checkpoint_can_be_given_up(tmp_path: Path) -> None:
+    save_one(tmp_path, 1)
+    pending = begin_step(tmp_path, 2, {str(i): torch.zeros(1000) for i in range(50)}, {}, keep=1)
+    pending.discard()
+    assert pending.finished
+    assert names_in(tmp_path) == ["step-1"]
 
 
 @pytest.mark.parametrize(
@@ -208,12 +306,6 @@ def test_state_that_json_would_change_is_refused(tmp_path: Path, state: dict[str
     assert newest_step(tmp_path) is None
 
 
-@pytest.mark.parametrize("group", ["", "A", "a/b", "..", "a.b", "1"])
-def test_group_names_that_are_no_file_names(tmp_path: Path, group: str) -> None:
-    with pytest.raises(CheckpointError, match="cannot name a group"):
-        save_step(tmp_path, 1, {group: {}}, {}, keep=0)
-
-
 def test_bad_numbers_and_unusable_roots(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="at least 0"):
         save_step(tmp_path, -1, {}, {}, keep=0)
@@ -226,7 +318,7 @@ def test_bad_numbers_and_unusable_roots(tmp_path: Path) -> None:
 
 def test_a_failed_save_leaves_the_old_checkpoints(tmp_path: Path) -> None:
     save_one(tmp_path, 1)
-    unsaveable = {"model": {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.complex128)}}
+    unsaveable = {"a": torch.zeros(3), "b": torch.zeros(2, dtype=torch.complex128)}
     with pytest.raises(CheckpointError, match="complex128"):
         save_step(tmp_path, 2, unsaveable, {}, keep=1)
     assert names_in(tmp_path) == ["step-1"]
@@ -281,73 +373,14 @@ def test_newest_step_is_numeric_and_ignores_everything_else(tmp_path: Path) -> N
     assert {"best", "step-12-copy", "step-15", "step-16", "step-17"} <= set(names_in(tmp_path))
 
 
-# Damage
-
-
-def edit_state(path: Path, change: Callable[[dict[str, object]], object]) -> None:
-    document = json.loads((path / "state.json").read_text())
-    change(document)
-    (path / "state.json").write_text(json.dumps(document))
-
-
-def flip(path: Path, position: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[position] ^= 1
-    path.write_bytes(raw)
-
-
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "file cut": (
-        lambda p: os.truncate(p / "model.safetensors", 100),
-        r"model\.safetensors: has 100 bytes, state\.json",
-    ),
-    "file longer": (lambda p: (p / "rng.safetensors").write_bytes(b"x" * 500), r"rng\.safetensors: has 500 bytes"),
-    "bit in the data": (lambda p: flip(p / "model.safetensors", -5), r"model\.safetensors: checksum"),
-    "bit in the header": (lambda p: flip(p / "model.safetensors", 20), r"model\.safetensors: checksum"),
-    "file gone": (lambda p: (p / "model.safetensors").unlink(), r"model\.safetensors: .*incomplete"),
-    "file is a link out": (
-        lambda p: [
-            (p / "model.safetensors").rename(p.parent / "w"),
-            (p / "model.safetensors").symlink_to(p.parent / "w"),
-        ],
-        r"model\.safetensors: links to",
-    ),
-    "state gone": (lambda p: (p / "state.json").unlink(), r"state\.json"),
-    "state cut": (lambda p: os.truncate(p / "state.json", 30), r"state\.json: not valid JSON"),
-    "state of another kind": (lambda p: (p / "state.json").write_text("[]"), r"not a training state"),
-    "newer format": (lambda p: edit_state(p, lambda d: d.update(format=2)), r"format 2, this version reads 1"),
-    "renamed": (lambda p: edit_state(p, lambda d: d.update(step=8)), r"holds step 8, but its folder is step-7"),
-    "groups broken": (lambda p: edit_state(p, lambda d: d.update(groups=[])), r"groups and state must be"),
-    "hostile group": (
-        lambda p: edit_state(p, lambda d: d.update(groups={"../x": {"tensors": 0, "bytes": 0, "crc32": 0}})),
-        r"group '\.\./x'",
-    ),
-    "group without size": (lambda p: edit_state(p, lambda d: d.update(groups={"model": {}})), r"group 'model'"),
-    "count differs": (lambda p: edit_state(p, lambda d: d["groups"]["model"].update(tensors=9)), r"2 tensors.*says 9"),  # type: ignore[index]
-}
-
-
-@pytest.mark.parametrize("case", DAMAGE, ids=[name.replace(" ", "_") for name in DAMAGE])
-def test_damage_names_the_file_and_the_way_out(tmp_path: Path, case: str) -> None:
-    damage, message = DAMAGE[case]
-    path = save_one(tmp_path, 7)
-    check_complete(path)
-    damage(path)
-    with pytest.raises(CheckpointError, match=message) as caught:
-        load_step(path)
-    assert f"The training checkpoint {path} cannot be resumed. Delete that folder" in str(caught.value)
-
-
-def test_loading_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="step-1: no such folder"):
-        load_step(tmp_path / "step-1")
-
-
 def test_tidying_after_a_kill_that_followed_the_last_save(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_one(tmp_path, step)
     half_deleted = tmp_path / f".step-0.del-{socket.gethostname().replace('-', '_')}-{2**22 + 1}-0123abcd"
     half_deleted.mkdir()
+    (tmp_path / ".saving-0123abcd").mkdir()
+    (tmp_path / ".saving-0123abcd" / "tensors-00001.safetensors").write_text("half")
+    (tmp_path / ".saving-other").mkdir()
     tidy_steps(tmp_path / "absent", keep=2)
     tidy_steps(tmp_path, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-3"]
+    assert names_in(tmp_path) == [".saving-other", "step-2", "step-3"]

@@ -22,24 +22,26 @@ ALLOWED: dict[str, set[str]] = {
     "lazy": set(),
     # Ground floor: nothing of the model, nothing of each other but what stays in fp32.
     "attention": set(),
-    "checkpoint": set(),
+    "distributed": set(),
+    "checkpoint": {"distributed"},
     "fp32": set(),
     "machine": set(),
-    "moe": {"fp32"},
+    "moe": {"backend", "fp32"},
     "quantization": set(),
     "backend": set(),
     # Data knows no model and no training.
     "data": set(),
     # The model stands on the ground floor, what uses it stands on the model.
-    "mimo_v2_flash": {"attention", "backend", "checkpoint", "fp32", "moe", "quantization"},
+    "mimo_v2_flash": {"attention", "backend", "checkpoint", "distributed", "fp32", "moe", "quantization"},
+    "parallelize": {"distributed", "mimo_v2_flash", "moe"},
     "convert": {"checkpoint", "mimo_v2_flash", "quantization"},
     "inspect_checkpoint": {"checkpoint", "mimo_v2_flash"},
     "generate": {"attention", "backend", "mimo_v2_flash"},
     "init_model": {"checkpoint", "data", "machine", "mimo_v2_flash"},
     "report": set(),
     "training": {
-        *("attention", "backend", "checkpoint", "fp32", "machine", "moe"),
-        *("mimo_v2_flash", "data", "generate", "init_model", "report"),
+        *("attention", "backend", "checkpoint", "distributed", "fp32", "machine", "moe"),
+        *("mimo_v2_flash", "data", "generate", "init_model", "parallelize", "report"),
     },
     # What the verbs do, and the command line on top of all.
     "answer": {"generate"},
@@ -48,9 +50,10 @@ ALLOWED: dict[str, set[str]] = {
     "evaluate": {"data", "generate", "mimo_v2_flash", "training"},
     "inspect_recipe": {"data", "training"},
     "cli_errors": set(),
+    "launch": set(),
     "cli": {
         *("answer", "cli_errors", "convert", "doctor", "evaluate", "generate", "init_model", "inspect_checkpoint"),
-        *("inspect_recipe", "mimo_v2_flash", "report", "training"),
+        *("inspect_recipe", "launch", "mimo_v2_flash", "report", "training"),
     },
     "__main__": {"cli"},
 }
@@ -68,6 +71,7 @@ LIGHT = [
     "automimo.data.records",
     "automimo.data.sources",
     "automimo.errors",
+    "automimo.launch",
     "automimo.machine",
     "automimo.mimo_v2_flash",
     "automimo.moe",

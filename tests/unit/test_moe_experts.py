@@ -4,9 +4,9 @@ from moe_oracle import make_config
 from torch.nn import functional as F
 
 from automimo.errors import ConfigError
-from automimo.moe import GroupedExperts
-from automimo.moe import experts as experts_module
-from automimo.moe.experts import combine, dispatch, expert_mlp, sort_by_expert
+from automimo.moe import GroupedExperts, token_order
+from automimo.moe.experts import expert_mlp
+from automimo.moe.token_order import combine, dispatch, sort_by_expert
 
 BACKENDS = ["torch_mm", "torch"]
 
@@ -144,7 +144,7 @@ def test_blocks_of_tokens_do_not_show(monkeypatch):
     x, out_grad = torch.randn(2, 50, 16)
     weights, indices = random_routing(50, 8, 2)
     whole = gradients(module, x, weights, indices, out_grad)
-    monkeypatch.setattr(experts_module, "_BLOCK", 7)
+    monkeypatch.setattr(token_order, "_BLOCK", 7)
     for name, value in gradients(module, x, weights, indices, out_grad).items():
         # every token's sums are its own; only the row-wise dot may be split over other vector lanes
         torch.testing.assert_close(value, whole[name], rtol=1e-6, atol=1e-7)

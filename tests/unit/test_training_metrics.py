@@ -33,11 +33,11 @@ def test_lines_behind_the_resumed_step_go_and_a_torn_one_is_mended(tmp_path: Pat
     kept = [{"step": 0, "validation_loss": 3.0}, row(1), row(2), {"step": 2, "validation_loss": 2.5}]
     write(path, *kept, row(3), {"step": 3, "validation_loss": 2.0}, tail='{"step": 4, "lo')
     metrics = MetricsFile(path, 2)
-    assert [metrics.evaluated(step) for step in range(4)] == [True, False, True, False]
+    assert [metrics.missing_evaluation(step) for step in range(4)] == [False, True, False, True]
     assert read_metrics(path) == kept == metrics.rows
     metrics.append(row(3))
     metrics.append({"step": 3, "validation_loss": 1.0})
-    assert metrics.evaluated(3)
+    assert not metrics.missing_evaluation(3)
     metrics.close()
     assert read_metrics(path) == [*kept, row(3), {"step": 3, "validation_loss": 1.0}]
     assert path.read_bytes().endswith(b"\n")

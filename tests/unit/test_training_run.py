@@ -16,6 +16,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from automimo.checkpoint.resume import load_step
 from automimo.errors import AutoMiMoError, ConfigError, TrainingError
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
 from automimo.mimo_v2_flash.presets import preset_config
@@ -90,12 +91,12 @@ def timeless(out: Path) -> list[dict]:
 
 
 def state_of(out: Path, step: int) -> dict[str, torch.Tensor]:
-    folder = out / "checkpoints" / f"step-{step}"
-    return {
-        f"{path.stem}.{key}": value
-        for path in sorted(folder.glob("*.safetensors"))
-        for key, value in load_file(path).items()
-    }
+    return load_step(out / "checkpoints" / f"step-{step}")[0]
+
+
+def masters_of(out: Path, step: int) -> dict[str, torch.Tensor]:
+    tensors = state_of(out, step).items()
+    return {name.removeprefix("model/"): value for name, value in tensors if name.startswith("model/")}
 
 
 def assert_same_state(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
@@ -134,7 +135,7 @@ def test_what_a_run_leaves(base: Path, whole: Path):
 
 def test_the_final_model_holds_the_weights_of_the_last_step(base: Path, whole: Path):
     model = MiMoV2FlashForCausalLM.from_pretrained(str(whole / "final"))
-    saved = load_file(whole / "checkpoints" / "step-8" / "model.safetensors")
+    saved = masters_of(whole, 8)
     found = model.state_dict()
     assert found.keys() == saved.keys()
     for name, value in saved.items():
@@ -163,7 +164,7 @@ def test_sinks_and_patterns_decide_what_moves(base: Path, tmp_path: Path):
         "moe={router: freeze}",
     )
     start = MiMoV2FlashForCausalLM.from_pretrained(str(base / "model")).state_dict()
-    end = load_file(tmp_path / "a" / "checkpoints" / "step-2" / "model.safetensors")
+    end = masters_of(tmp_path / "a", 2)
     still = {name for name in start if torch.equal(start[name], end[name])}
     frozen = re.compile("experts|norm|attention_sink_bias|mlp.gate.weight|e_score_correction_bias")
     assert still == {name for name in start if frozen.search(name)}
@@ -176,7 +177,7 @@ def test_bf16_keeps_fp32_masters(base: Path, tmp_path: Path, whole: Path):
     expected = [row["validation_loss"] for row in rows(whole) if "validation_loss" in row]
     # bf16 has 8 bits of mantissa; over 8 steps the loss stays within its rounding
     assert held == pytest.approx(expected, rel=0.02) and held != expected
-    saved = load_file(tmp_path / "a" / "checkpoints" / "step-8" / "model.safetensors")
+    saved = masters_of(tmp_path / "a", 8)
     name = "model.layers.1.self_attn.q_proj.weight"
     assert saved[name].dtype == torch.float32 and not torch.equal(saved[name], saved[name].bfloat16().float())
     final = MiMoV2FlashForCausalLM.from_pretrained(str(tmp_path / "a" / "final")).state_dict()
@@ -236,14 +237,11 @@ def interrupt_after(base: Path, out: Path, step: int) -> None:
 
 def test_the_random_state_is_part_of_a_checkpoint(base: Path, tmp_path: Path):
     interrupt_after(base, tmp_path / "a", 2)
-    state = json.loads((tmp_path / "a" / "checkpoints" / "step-2" / "state.json").read_text())["state"]
+    saved = state_of(tmp_path / "a", 2)
     torch.manual_seed(0)
-    assert torch.equal(
-        load_file(tmp_path / "a" / "checkpoints" / "step-2" / "rng.safetensors")["torch"], torch.get_rng_state()
-    )
+    assert torch.equal(saved["rng/0/torch"], torch.get_rng_state())
     random.seed(0)
-    version, internal, _ = random.getstate()
-    assert state["rng"]["python"][:2] == [version, list(internal)]
+    assert tuple(saved["rng/0/python"].tolist()) == random.getstate()[1]
 
 
 def test_more_steps_go_on_and_fewer_do_not(base: Path, tmp_path: Path):
@@ -318,7 +316,7 @@ def test_a_diverging_run_stops_and_its_last_checkpoint_is_good(base: Path, tmp_p
     with pytest.raises(TrainingError, match=r"step \d+"):
         run(base, out, "optim.lr=1e30", "optim.warmup_steps=0", "optim.clip_norm=null", "train.save_every=1")
     for folder in (out / "checkpoints").glob("step-*"):
-        assert all(torch.isfinite(value).all() for value in load_file(folder / "model.safetensors").values())
+        assert all(torch.isfinite(value).all() for value in masters_of(out, int(folder.name[5:])).values())
     assert all(row.get("loss") is None or abs(row["loss"]) < float("inf") for row in rows(out))
     assert not (out / "final").exists()
 
@@ -364,12 +362,12 @@ import sys, time
 from rich.console import Console
 import automimo.training.run as run
 from automimo.training import load_recipe
-save = run.save
-def slow(*arguments):
+save = run.Saver.save
+def slow(saver):
     print("saving", flush=True)
     time.sleep(0.02)
-    return save(*arguments)
-run.save = slow
+    return save(saver)
+run.Saver.save = slow
 sys.exit(run.run_training(load_recipe(sys.argv[1]), console=Console(width=200)))
 """
 

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from automimo.backend import BackendConfig
 from automimo.data import DataStream, Example
 from automimo.errors import TrainingError
-from automimo.moe import MoE, MoEConfig, attach_aux_loss
+from automimo.moe import MoE, MoEConfig, MoEFSDPSyncMixin, attach_aux_loss
 from automimo.training.evaluation import evaluate
 from automimo.training.optimizer import make_optimizer
 from automimo.training.precision import MasterWeights
@@ -21,11 +22,12 @@ from automimo.training.step import train_step
 VOCABULARY = 17
 
 
-class StandIn(nn.Module):
+class StandIn(nn.Module, MoEFSDPSyncMixin):
     """The forward interface of the model on a bag of words: previous tokens of the document predict the next."""
 
     def __init__(self, aux_loss: float = 0.0, bias_speed: float = 0.0) -> None:
         super().__init__()
+        self.backend = BackendConfig()
         self.embed = nn.Embedding(VOCABULARY, 8)
         config = MoEConfig(
             n_routed_experts=4,
@@ -47,8 +49,8 @@ class StandIn(nn.Module):
         self.moe = MoE(config, "torch")
         self.head = nn.Linear(8, VOCABULARY, bias=False)
 
-    def forward(self, input_ids, *, position_ids, cu_seqlens, qkv_format, targets, loss_chunk):
-        assert qkv_format == "thd" and loss_chunk == 5
+    def forward(self, input_ids, *, position_ids, cu_seqlens, padding_mask, qkv_format, targets, loss_chunk):
+        assert qkv_format == "thd" and loss_chunk == 5 and padding_mask is None
         x = self.embed(input_ids)
         documents = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff().long())
         y, stats = self.moe(x, document_ids=documents)

@@ -45,11 +45,12 @@ def tiny_model(
     attn: str = "sdpa",
     moe: dict[str, Any] | None = None,
     dtype: torch.dtype = torch.float32,
+    backend: BackendConfig | None = None,
 ) -> MiMoV2FlashForCausalLM:
     """Random weights in which everything matters (sinks, biases and norms too), all trainable, in training mode."""
     torch.manual_seed(seed)
     overrides = {"moe_overrides": moe} if moe else {}
-    model = MiMoV2FlashForCausalLM(config or tiny_config(), backend=BackendConfig(attn=attn), **overrides)
+    model = MiMoV2FlashForCausalLM(config or tiny_config(), backend=backend or BackendConfig(attn=attn), **overrides)
     model.initialize_weights(dtype=torch.float32)
     with torch.no_grad():
         for name, tensor in model.state_dict().items():

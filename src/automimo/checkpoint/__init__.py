@@ -2,13 +2,14 @@
 
 from automimo.checkpoint.adapter import StateDictAdapter
 from automimo.checkpoint.ledger import Ledger
-from automimo.checkpoint.mixin import FolderContents, HFCheckpointingMixin
-from automimo.checkpoint.parallel_writer import Progress, Unit, plan_files, write_units
-from automimo.checkpoint.publish import publish_folder, recover_folder, write_text_atomic
+from automimo.checkpoint.mixin import HFCheckpointingMixin
+from automimo.checkpoint.parallel_writer import Progress, write_units
+from automimo.checkpoint.publish import publish_folder, publish_together, recover_folder, write_text_atomic
 from automimo.checkpoint.reader import CheckpointReader
 from automimo.checkpoint.resume import load_step, newest_step, save_step
 from automimo.checkpoint.safetensors_file import TensorInfo, dtype_name, read_header
 from automimo.checkpoint.side_files import SideFiles, copy_side_files, list_side_files
+from automimo.checkpoint.units import FolderContents, SpreadUnit, Unit, plan_files
 from automimo.checkpoint.work_folder import work_folder
 from automimo.checkpoint.writer import (
     MAX_SHARD_BYTES,
@@ -29,6 +30,7 @@ __all__ = [
     "PlannedTensor",
     "Progress",
     "SideFiles",
+    "SpreadUnit",
     "StateDictAdapter",
     "TensorEntry",
     "TensorInfo",
@@ -41,6 +43,7 @@ __all__ = [
     "newest_step",
     "plan_files",
     "publish_folder",
+    "publish_together",
     "raw_entry",
     "read_header",
     "recover_folder",

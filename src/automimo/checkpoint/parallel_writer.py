@@ -21,6 +21,7 @@ from automimo.checkpoint.folder import check_free_space, check_plain_name, make_
 from automimo.checkpoint.publish import fsync_folder, write_text_atomic
 from automimo.checkpoint.reader import INDEX_FILE, SINGLE_FILE, index_text
 from automimo.checkpoint.tensor_reader import CHUNK_BYTES
+from automimo.checkpoint.units import Unit, plan_files
 from automimo.checkpoint.writer import (
     Chunk,
     PlannedTensor,
@@ -30,31 +31,14 @@ from automimo.checkpoint.writer import (
     check_keys,
     check_no_other_weights,
     header_bytes,
-    plan_shards,
     planned_chunks,
-    shard_names,
 )
 from automimo.errors import CheckpointError
 
+__all__ = ["BackgroundWriter", "Progress", "Unit", "plan_files", "write_units"]
+
 # How often the caller hears of progress.
 _PROGRESS_SECONDS = 0.1
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Tensors that are produced together (a weight and its scales; q, k and v of one attention).
-
-    `produce` is called once, in a worker thread. It returns one result for each of `tensors`, in their order: a tensor
-    (any device, any strides) or its bytes in chunks, of the planned dtype and shape. `source_bytes` is what it reads.
-    """
-
-    tensors: tuple[PlannedTensor, ...]
-    produce: Callable[[], Sequence[Produced]]
-    source_bytes: int
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -79,20 +63,6 @@ class Progress:
         """Expected time until the end; None before anything was done."""
         speed = self.bytes_per_second
         return (self.total_bytes - self.done_bytes) / speed if speed > 0 else None
-
-
-def plan_files(units: Sequence[Unit], max_shard_bytes: int, *, index: bool) -> dict[str, list[str]]:
-    """Which file gets which keys: files are filled in the order of the units, and a unit is never cut.
-
-    One `model.safetensors` when everything fits into `max_shard_bytes` and no `index` is asked for; otherwise
-    `model-00001-of-000NN.safetensors`. A unit larger than that gets a file of its own.
-    """
-    shards = plan_shards(units, max_shard_bytes)
-    names = [SINGLE_FILE] if len(shards) == 1 and not index else shard_names(len(shards))
-    return {
-        name: [tensor.key for unit in shard for tensor in unit.tensors]
-        for name, shard in zip(names, shards, strict=True)
-    }
 
 
 def write_units(
@@ -150,6 +120,42 @@ def write_units(
         raise
     fsync_folder(folder)
     return WrittenCheckpoint(folder, tuple(files), index, weight_map, total)
+
+
+class BackgroundWriter:
+    """Writes the `files` of one of several processes into a folder that they share, in a thread, while the caller goes
+    on. The folder has to be new: nothing else in it is looked at, nothing is removed, and the index is the caller's.
+
+    Units are produced one after the other, in the order of the files. Raises CheckpointError as `write_units` for keys.
+    """
+
+    def __init__(self, folder: Path, units: Sequence[Unit], files: Mapping[str, Sequence[str]]) -> None:
+        planned = _planned_by_key(folder, units, files)
+        targets = [_File(folder / name, [planned[key] for key in keys]) for name, keys in files.items()]
+        self._job = _Job(units, targets)
+        self._worker = _Worker(self._job, False, "checkpoint-writer")
+
+    def start(self) -> None:
+        self._worker.start()
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the writing early."""
+        return self._job.error
+
+    @property
+    def ended(self) -> bool:
+        return self._worker.ended.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end, but not longer; whether it has come."""
+        return self._worker.ended.wait(seconds)
+
+    def stop(self) -> None:
+        """Stop between two pieces, if it has not ended, and wait for that; what is written stays. A unit that waits for
+        something has to be woken by the caller."""
+        self._job.stop.set()
+        self._worker.wait()
 
 
 def _planned_by_key(

@@ -20,10 +20,11 @@ import secrets
 import shutil
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from automimo.checkpoint.folder import make_folder
+from automimo.distributed.world import on_main, rank, together
 from automimo.errors import CheckpointError
 
 _SIBLING = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old|del)-(?P<host>[A-Za-z0-9_]+)-(?P<pid>\d+)-[0-9a-f]{8}")
@@ -37,6 +38,36 @@ def publish_folder(final: str | Path, write: Callable[[Path], None], *, replace:
 
     Raises CheckpointError when `final` exists and may not be replaced, or is not a folder.
     """
+    with _new_folder(final, replace) as temporary:
+        write(temporary)
+
+
+def publish_together(final: str | Path, write: Callable[[Path], None], *, replace: bool = False) -> None:
+    """As `publish_folder`, by all ranks: each calls `write` with the same temporary folder, on a disk that all see.
+
+    `write` has to raise on all ranks or on none (see `together`). Raises on all ranks what fails on any, which
+    includes a folder that rank 0 has made and another rank does not see.
+    """
+    what = f"writing {final}"
+    with ExitStack() as stack:  # of rank 0
+        temporary = Path(on_main(what, lambda: str(stack.enter_context(_new_folder(final, replace)))))
+        with together(what):
+            if not temporary.is_dir():
+                raise CheckpointError(
+                    f"{temporary}: made by rank 0, but not there for rank {rank()}: all processes need one shared disk"
+                )
+        write(temporary)
+
+        def publish() -> str:
+            stack.close()
+            return ""
+
+        on_main(what, publish)
+
+
+@contextmanager
+def _new_folder(final: str | Path, replace: bool) -> Iterator[Path]:
+    """A new temporary folder that becomes `final` when the block ends, and is gone when it fails."""
     target = output_path(final)
     check_target(target, replace)
     make_folder(target.parent)
@@ -46,7 +77,7 @@ def publish_folder(final: str | Path, write: Callable[[Path], None], *, replace:
     make_folder(temporary)
     try:
         with _locked(temporary):
-            write(temporary)
+            yield temporary
             fsync_tree(temporary)
             check_target(target, replace)  # again: writing may have taken hours
             _rename_into_place(temporary, target)

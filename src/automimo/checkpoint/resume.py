@@ -1,66 +1,182 @@
-"""Training checkpoints: `checkpoints/step-N/`, published by rename, deleted by rename, without a pickle.
+"""Training checkpoints: `checkpoints/step-N/`, one format for every number of processes, without a pickle.
 
-One folder holds `GROUP.safetensors` for each named group of tensors (model, optimizer, rng, ...) and `state.json`,
-which lists the groups with size and CRC-32 and carries everything that is not a tensor. A folder named `step-N` is
-complete: it gets that name last and loses it first.
+One folder holds a file `tensors-RANK.safetensors` of each process with its parts of the tensors (keys: see boxes.py),
+and `state.json`: the files with size and CRC-32, the tensors with dtype and shape, and everything that is not a tensor.
+Any number of processes loads it into tensors of any layout. All processes share one file system.
+
+A folder named `step-N` is complete: it gets that name last and loses it first. Until then it is `.saving-RANDOM`, which
+the next save or `tidy_steps` removes: one run at a time saves into a folder, so a kill has left it.
 """
 
 import json
 import re
-import zlib
+import secrets
+import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from automimo.checkpoint.folder import check_free_space, make_folder, plain_file
+from automimo.checkpoint.folder import make_folder
 from automimo.checkpoint.publish import publish_folder, remove_folder, remove_stale, write_text_atomic
-from automimo.checkpoint.safetensors_file import parse_json, read_header
-from automimo.checkpoint.tensor_reader import CHUNK_BYTES, TensorReader
-from automimo.checkpoint.writer import Chunk, tensor_entry, write_safetensors
+from automimo.checkpoint.safetensors_file import TORCH_DTYPES
+from automimo.checkpoint.saved_step import (
+    STATE_FILE,
+    STEP_NAME,
+    SavedFile,
+    check_file_sizes,
+    load_tensors,
+    read_step,
+    step_document,
+)
+from automimo.distributed.world import exchange_texts, on_main, rank, together
 from automimo.errors import CheckpointError
 
-STATE_FILE = "state.json"
-FORMAT = 1
-_STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
-_GROUP = re.compile(r"[a-z][a-z0-9_]*")
+if TYPE_CHECKING:
+    from automimo.checkpoint.dcp_storage import ShardWriter
 
-TensorGroups = Mapping[str, Mapping[str, torch.Tensor]]
+_SAVING = re.compile(r"\.saving-[0-9a-f]{8}")
 
 
-def save_step(root: str | Path, step: int, tensors: TensorGroups, state: Mapping[str, Any], *, keep: int) -> Path:
+def save_step(
+    root: str | Path, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], *, keep: int
+) -> Path:
     """Save one training checkpoint as `root/step-N` and delete the oldest ones beyond `keep` (0 keeps all).
 
-    `tensors` maps group names (lower-case identifiers; each becomes one file) to named tensors of any dtype, shape and
-    device, which come back bit for bit. `state` must be JSON: dicts with string keys, lists, strings, numbers (NaN and
-    infinities included), booleans and None; tuples come back as lists. An existing `step-N` is replaced. Deletion
-    comes after publication; the checkpoint just written and the newest one are never deleted.
+    All ranks have to call this. `tensors` maps names to tensors of any dtype, shape and device, which come back bit for
+    bit: DTensors, of which every rank saves its shard, and plain tensors, which must be equal on all ranks that have
+    them and are saved by one. Ranks may have different names. `state`, of which that of rank 0 counts, must be JSON:
+    dicts with string keys, lists, strings, numbers (NaN and infinities included), booleans and None; tuples come back
+    as lists. An existing `step-N` is replaced. Deletion comes after publication; the checkpoint just written and the
+    newest one are never deleted.
 
-    Returns the folder. Raises CheckpointError, leaving everything as it was, for unusable arguments or a full disk.
+    Returns the folder. When it fails on one rank (unusable arguments, a full disk) it fails on all and everything is as
+    it was: CheckpointError there, DistributedError on the others.
     """
-    if step < 0 or keep < 0:
-        raise CheckpointError(f"step and keep must be at least 0, got step {step} and keep {keep}")
-    bad = [name for name in tensors if not _GROUP.fullmatch(name)]
-    if bad:
-        raise CheckpointError(f"{bad[0]!r} cannot name a group of tensors; use lower-case letters, digits and _")
-    _check_json(state, "state")
-    folder = Path(root)
+    return _prepare(Path(root), step, tensors, state, keep, staging=False).publish()
+
+
+def begin_step(
+    root: str | Path, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], *, keep: int
+) -> "PendingStep":
+    """As `save_step`, but return as soon as the shards are copied to the CPU, while a thread writes them.
+
+    What is saved are the values of this moment, also while training goes on. Needs memory for one copy of what this
+    rank saves, which shrinks as the file grows. `root/step-N` appears with `publish` of what is returned, and until
+    then no other save into `root` may begin.
+    """
+    return _prepare(Path(root), step, tensors, state, keep, staging=True)
+
+
+class PendingStep:
+    """A checkpoint that is being written and has to be published, or discarded. Made by `begin_step`."""
+
+    def __init__(self, final: Path, staging: Path, keep: int, state: Mapping[str, Any], writer: "ShardWriter") -> None:
+        self.final = final
+        self._staging = staging
+        self._keep = keep
+        self._state = json.loads(json.dumps(state))  # a copy: a data position lives on while we wait
+        self._writer = writer
+
+    @property
+    def finished(self) -> bool:
+        """Whether this rank has written its file or failed; says nothing about the others."""
+        return self._writer.job.finished
+
+    def publish(self) -> Path:
+        """Wait for the files of all ranks and make them `root/step-N`. All ranks have to call this.
+
+        Returns the folder. Raises what failed on any rank since the save began, on all of them; then nothing is left.
+        """
+        what = f"saving {self.final.name}"
+        try:
+            with together(what):
+                size, crc32 = self._writer.job.wait()
+                text = json.dumps({self._writer.job.path.name: asdict(SavedFile(size, crc32))})
+            texts = exchange_texts(text)
+            return Path(on_main(what, lambda: self._publish(texts)))
+        except BaseException:
+            self.discard()
+            raise
+
+    def discard(self) -> None:
+        """Give it up, without a word to the other ranks, and wait for our own thread; nothing of it will appear."""
+        self._writer.job.cancel()
+        if rank() == 0:
+            shutil.rmtree(self._staging, ignore_errors=True)
+
+    def _publish(self, texts: list[str]) -> str:
+        files = {name: SavedFile(**entry) for text in texts for name, entry in json.loads(text).items()}
+        step = int(self.final.name.removeprefix("step-"))
+        document = step_document(step, self._state, self._writer.tensors, files)
+        write_text_atomic(self._staging / STATE_FILE, json.dumps(document, indent=1) + "\n")
+        publish_folder(self.final, self._move, replace=True)
+        _prune(self.final.parent, self._keep, step)
+        return str(self.final)
+
+    def _move(self, temporary: Path) -> None:
+        self._staging.replace(temporary)  # an empty folder until now
+
+
+def _prepare(
+    root: Path,
+    step: int,
+    tensors: Mapping[str, torch.Tensor],
+    state: Mapping[str, Any],
+    keep: int,
+    *,
+    staging: bool,
+) -> PendingStep:
+    from automimo.checkpoint import dcp_storage  # here, for DCP takes 0.6 s to import
+
+    what = f"saving step-{step}"
+    with together(what):
+        if step < 0 or keep < 0:
+            raise CheckpointError(f"step and keep must be at least 0, got step {step} and keep {keep}")
+        _check_json(state, "state")
+        dcp_storage.check_saveable(tensors)
+    folder = Path(on_main(what, lambda: _make_staging(root)))
+    try:
+        with together(what):
+            if not folder.is_dir():
+                raise CheckpointError(
+                    f"{folder}: made by rank 0, but not there for rank {rank()}: all processes need one shared disk"
+                )
+        writer = dcp_storage.ShardWriter(folder, staging=staging)
+        dcp_storage.save_tensors(what, tensors, writer)
+        if staging:
+            writer.job.start()  # only now, so that nobody writes when this has failed on another rank
+    except BaseException:
+        if rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return PendingStep(root / f"step-{step}", folder, keep, state, writer)
+
+
+def _make_staging(root: Path) -> str:
+    make_folder(root)
+    _remove_left(root)
+    folder = root / f".saving-{secrets.token_hex(4)}"
     make_folder(folder)
-    remove_stale(folder)
-    check_free_space(folder, sum(tensor.nbytes for group in tensors.values() for tensor in group.values()))
-    final = folder / f"step-{step}"
-    publish_folder(final, lambda temporary: _write(temporary, step, tensors, state), replace=True)
-    _prune(folder, keep, step)
-    return final
+    return str(folder.absolute())
 
 
 def tidy_steps(root: str | Path, *, keep: int) -> None:
-    """Delete what a kill after the last save left: half deleted checkpoints, and the oldest ones beyond `keep`."""
+    """Delete what a kill after the last save left: half saved and half deleted checkpoints, and the oldest ones beyond
+    `keep`. For one process, while none saves."""
     folder = Path(root)
     if folder.is_dir():
-        remove_stale(folder)
+        _remove_left(folder)
         _prune(folder, keep, None)
+
+
+def _remove_left(folder: Path) -> None:
+    remove_stale(folder)
+    for path in folder.iterdir():
+        if _SAVING.fullmatch(path.name) and not path.is_symlink():
+            shutil.rmtree(path)
 
 
 def _prune(folder: Path, keep: int, just_written: int | None) -> None:
@@ -77,7 +193,7 @@ def step_folders(root: str | Path) -> list[tuple[int, Path]]:
         return []
     found = []
     for path in folder.iterdir():
-        match = _STEP.fullmatch(path.name)
+        match = STEP_NAME.fullmatch(path.name)
         if match and not path.is_symlink() and (path / STATE_FILE).is_file():
             found.append((int(match[1]), path))
     return sorted(found)
@@ -89,80 +205,20 @@ def newest_step(root: str | Path) -> Path | None:
     return folders[-1][1] if folders else None
 
 
-def load_step(path: str | Path) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-    """Load a folder written by `save_step`: the groups of tensors (on the CPU) and the state.
+def load_step(path: str | Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Load a folder written by `save_step`: all tensors by name, whole and on the CPU, and the state.
 
-    Every file is compared with the size and checksum in `state.json` first. Raises CheckpointError that names the file
-    and the way out when anything is missing or damaged.
+    For looking into a checkpoint; a run reads its shards alone, see `load_tensors`. Every file is compared with the
+    size and checksum in `state.json` first. Raises CheckpointError that names the file and the way out when anything is
+    missing or damaged.
     """
-    folder = Path(path)
-    try:
-        listed, state = _read_state(folder)
-        return {name: _read_group(folder, name, entry) for name, entry in listed.items()}, state
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{error}\nThe training checkpoint {folder} cannot be resumed. Delete that folder to continue from the one "
-            "before it, or restore it from a copy."
-        ) from error
-
-
-def _write(folder: Path, step: int, tensors: TensorGroups, state: Mapping[str, Any]) -> None:
-    listed = {}
-    for name, group in tensors.items():
-        checksum = _Checksum()
-        path = folder / f"{name}.safetensors"
-        write_safetensors(path, [tensor_entry(key, tensor) for key, tensor in group.items()], checksum.update)
-        listed[name] = {"tensors": len(group), "bytes": path.stat().st_size, "crc32": checksum.value}
-    document = {"format": FORMAT, "step": step, "groups": listed, "state": state}
-    write_text_atomic(folder / STATE_FILE, json.dumps(document, indent=1) + "\n")
-
-
-def _read_state(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder")
-    path = plain_file(folder, STATE_FILE)
-    document = parse_json(path.read_bytes(), str(path), non_finite=True)  # a loss may be NaN
-    if not isinstance(document, dict) or document.keys() != {"format", "step", "groups", "state"}:
-        raise CheckpointError(f"{path}: not a training state (expected format, step, groups and state)")
-    if document["format"] != FORMAT:
-        raise CheckpointError(f"{path}: format {document['format']!r}, this version reads {FORMAT}")
-    match = _STEP.fullmatch(folder.name)
-    if match and int(match[1]) != document["step"]:
-        raise CheckpointError(f"{path}: holds step {document['step']}, but its folder is {folder.name}")
-    groups, state = document["groups"], document["state"]
-    fields = {"tensors", "bytes", "crc32"}
-    if not isinstance(state, dict) or not isinstance(groups, dict):
-        raise CheckpointError(f"{path}: groups and state must be JSON objects")
-    for name, entry in groups.items():
-        if not _GROUP.fullmatch(name) or not isinstance(entry, dict) or entry.keys() != fields:
-            raise CheckpointError(f"{path}: group {name!r} is not described by {', '.join(sorted(fields))}")
-    return groups, state
-
-
-def _read_group(folder: Path, name: str, entry: dict[str, Any]) -> dict[str, torch.Tensor]:
-    path = plain_file(folder, f"{name}.safetensors")
-    size = path.stat().st_size
-    if size != entry["bytes"]:
-        raise CheckpointError(f"{path}: has {size} bytes, {STATE_FILE} says {entry['bytes']}")
-    checksum = _Checksum()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            checksum.update(chunk)
-    if checksum.value != entry["crc32"]:
-        raise CheckpointError(f"{path}: checksum {checksum.value:#010x} differs from the one in {STATE_FILE}")
-    infos, _ = read_header(path)
-    if len(infos) != entry["tensors"]:
-        raise CheckpointError(f"{path}: holds {len(infos)} tensors, {STATE_FILE} says {entry['tensors']}")
-    with TensorReader(infos, path) as reader:
-        return {key: reader.read(key) for key in infos}
-
-
-class _Checksum:
-    def __init__(self) -> None:
-        self.value = 0
-
-    def update(self, chunk: Chunk) -> None:
-        self.value = zlib.crc32(chunk, self.value)
+    saved = read_step(path)
+    check_file_sizes(saved)  # before memory is taken for sizes that the state only claims
+    tensors = {
+        name: torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype]) for name, tensor in saved.tensors.items()
+    }
+    load_tensors(saved, tensors)
+    return tensors, saved.state
 
 
 def _check_json(value: Any, where: str) -> None:
@@ -176,4 +232,4 @@ def _check_json(value: Any, where: str) -> None:
         for number, item in enumerate(value):
             _check_json(item, f"{where}[{number}]")
     elif value is not None and type(value) not in (str, bool, int, float):
-        raise CheckpointError(f"{where}: {type(value).__name__} cannot be saved in JSON; tensors belong into a group")
+        raise CheckpointError(f"{where}: {type(value).__name__} cannot be saved in JSON; tensors are saved by name")

@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from automimo.data.render import Example
 from automimo.errors import DataError
 
 NO_TARGET = -100
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +28,9 @@ class Batch:
     targets: int64 [T], the token that follows in the same example, -100 where that one is not supervised.
     position_ids: int64 [T], 0 at the start of each document.
     cu_seqlens: int32 [D + 1], document boundaries, 0 first.
-    valid_targets: targets that are not -100. tokens: T. origins: where each of the D documents comes from.
+    valid_targets: targets that are not -100. tokens: T without padding. origins: where each of the D documents is from.
+    padding_mask: bool [T], True at places that are no tokens: they are routed to no expert and counted nowhere; None
+        where there are none.
     """
 
     input_ids: torch.Tensor
@@ -36,6 +40,7 @@ class Batch:
     valid_targets: int
     tokens: int
     origins: tuple[str, ...]
+    padding_mask: torch.Tensor | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch with its tensors on `device`."""
@@ -47,6 +52,7 @@ class Batch:
             self.valid_targets,
             self.tokens,
             self.origins,
+            None if self.padding_mask is None else self.padding_mask.to(device, non_blocking=True),
         )
 
 
@@ -92,6 +98,33 @@ def collate(examples: Sequence[Example], rows: Sequence[Sequence[Piece]]) -> Bat
         tokens=sum(lengths),
         origins=tuple(origins),
     )
+
+
+def idle_batch() -> Batch:
+    """A batch without a token: one place of padding. A rank that has no rows takes part in the pass of the others with
+    it and adds nothing to any sum."""
+    nothing = torch.zeros(1, dtype=torch.int64)
+    return Batch(
+        input_ids=nothing,
+        targets=torch.full_like(nothing, NO_TARGET),
+        position_ids=nothing,
+        cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+        valid_targets=0,
+        tokens=0,
+        origins=(),
+        padding_mask=torch.ones(1, dtype=torch.bool),
+    )
+
+
+def share_rows(rows: Sequence[T], micro_batch: int, rank: int, ranks: int) -> list[list[T]]:
+    """The micro-batches of one of `ranks` ranks, from the rows of a step: as many as every other rank has, though the
+    last ones may be short or empty.
+
+    Rank r takes rows r, r + ranks, ...: whatever their number, no rank has more than one row more than another.
+    """
+    mine = list(rows[rank::ranks])
+    count = -(-len(rows[::ranks]) // micro_batch)  # rank 0 has the most
+    return [mine[i * micro_batch : (i + 1) * micro_batch] for i in range(count)]
 
 
 class DataStream:
@@ -166,13 +199,16 @@ class DataStream:
         return rows
 
     def batch(self, rows: Sequence[Sequence[Piece]]) -> Batch:
-        """Rows of this stream as one batch."""
-        return collate(self.examples, rows)
+        """Rows of this stream as one batch; without rows an idle one."""
+        return collate(self.examples, rows) if rows else idle_batch()
 
-    def batches(self, rows_per_batch: int) -> Iterator[Batch]:
-        """All batches from here on; the last one may have fewer rows. Endless without `epochs`."""
-        while rows := self.next_rows(rows_per_batch):
-            yield self.batch(rows)
+    def batches(self, rows_per_batch: int, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+        """All batches from here on that fall to one of `ranks` ranks; the last one may have fewer rows or be idle.
+        Every rank gets equally many. Endless without `epochs`.
+        """
+        while rows := self.next_rows(rows_per_batch * ranks):
+            for mine in share_rows(rows, rows_per_batch, rank, ranks):
+                yield self.batch(mine)
 
     def rows_in_epoch(self, epoch: int) -> int:
         """Rows of one epoch."""

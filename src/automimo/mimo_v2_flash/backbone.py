@@ -20,9 +20,9 @@ from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
 from automimo.mimo_v2_flash.layers import MiMoV2FlashRotaryEmbedding, MiMoV2RMSNorm, SwiGLU
 from automimo.mimo_v2_flash.masks import causal_mask_mapping
 from automimo.mimo_v2_flash.stream import Stream, batch_stream, packed_stream
-from automimo.moe import MoE, MoEConfig, RouterStats, attach_aux_loss, router_frozen_contexts
+from automimo.moe import MoE, MoEConfig, RouterStats, attach_aux_loss, router_frozen_contexts, selective_contexts
 
-ACTIVATION_CHECKPOINTING = ("none", "full")
+ACTIVATION_CHECKPOINTING = ("none", "full", "selective")
 
 
 def moe_config_from(config: MiMoV2FlashConfig, **overrides: Any) -> MoEConfig:
@@ -143,7 +143,8 @@ class MiMoV2FlashModel(nn.Module):
         self.activation_checkpointing = "none"
 
     def set_activation_checkpointing(self, mode: str) -> None:
-        """``none``, or ``full``: every block is recomputed in the backward pass, the router's choice excepted."""
+        """``none``; ``full``: every block is recomputed in the backward pass, the router's choice excepted; or
+        ``selective``: results that are dear for their size are kept as well, see `moe.selective_contexts`."""
         if mode not in ACTIVATION_CHECKPOINTING:
             raise ConfigError(
                 f"activation_checkpointing: {mode!r} is unknown; choose one of: {', '.join(ACTIVATION_CHECKPOINTING)}"
@@ -244,13 +245,14 @@ class MiMoV2FlashModel(nn.Module):
         tokens = stream.tokens
         x_TD = tokens if tokens.is_floating_point() else self.embed_tokens(tokens)
         rotary = self._rotary(x_TD, stream.position_ids)
-        recompute = self.activation_checkpointing == "full" and self.training and torch.is_grad_enabled()
+        recompute = self.activation_checkpointing != "none" and self.training and torch.is_grad_enabled()
+        contexts = selective_contexts if self.activation_checkpointing == "selective" else router_frozen_contexts
         for block in self._blocks():
             if collect is not None:
                 collect.append(stream.unpack(x_TD))
             inputs = (x_TD, rotary[block.attention_type], stream.layout, stream.routed, stream.document_ids, cache)
             if recompute:
-                x_TD, stats = checkpoint(block, *inputs, use_reentrant=False, context_fn=router_frozen_contexts)
+                x_TD, stats = checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
             else:
                 x_TD, stats = block(*inputs)
             if stats is not None and self.training and isinstance(block.mlp, MoE):

@@ -7,14 +7,16 @@ as the source stores it, quantised again where it changed and copied where it di
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from automimo.checkpoint import FolderContents, PlannedTensor, TensorEntry, Unit, dtype_name
+from automimo.checkpoint import FolderContents, PlannedTensor, SpreadUnit, TensorEntry, Unit, dtype_name
 from automimo.checkpoint.writer import Produced
+from automimo.distributed.gather import Spread, spread_items, spread_of
 from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.storage import StoredCheckpoint, StoredMatrix, stored_tensors, stored_together
 from automimo.mimo_v2_flash.storage.encode import cast, row_major
@@ -29,32 +31,37 @@ from automimo.mimo_v2_flash.storage.transfer import (
     transfer_units,
 )
 from automimo.mimo_v2_flash.weights import checkpoint_places
+from automimo.moe.split_experts import expert_view
 
 
 def own_entries(
     state: Mapping[str, Tensor], dtype: torch.dtype, source: StoredCheckpoint | None = None
 ) -> list[TensorEntry]:
-    """The tensors of a model with this state dict in the split layout, stored in `dtype`.
+    """The tensors of a model with this state dict in the split layout, stored in `dtype`, on one process.
 
     Router weights, correction biases and sinks keep the dtype they have in `source`; without one, the router is fp32
     (as in the V2.5 files) and sinks follow `dtype`. Nothing is copied until an entry is written, which raises
     CheckpointError for a value that overflows.
     """
     entries = []
-    for key, view in checkpoint_views(state).items():
+    for key, spread in checkpoint_spreads(state).items():
         stored = _stored_dtype(key, dtype, source)
-        entries.append(TensorEntry(key, stored, tuple(view.shape), partial(_cast, key, view, stored)))
+        entries.append(TensorEntry(key, stored, spread.shape, partial(_cast_whole, key, spread, stored)))
     return entries
 
 
 def split_contents(state: Mapping[str, Tensor], dtype: torch.dtype, source: StoredCheckpoint | None) -> FolderContents:
-    """A folder in the split layout: `own_entries`, and what `source` carries beside them.
+    """A folder in the split layout: the model's tensors as in `own_entries`, and what `source` carries beside them.
 
     Carried parts that nobody interprets (vision, audio) are copied byte for byte. The MTP blocks are, too, as far as
     they are plain and under split names; quantised matrices are decoded to `dtype` and fused ones split, since the
-    folder declares neither.
+    folder declares neither. The parameters may be DTensors.
     """
-    units = [_unit(entry) for entry in own_entries(state, dtype, source)]
+    units: list[Unit | SpreadUnit] = []
+    for key, spread in checkpoint_spreads(state).items():
+        stored = _stored_dtype(key, dtype, source)
+        tensor = PlannedTensor(key, dtype_name(stored), spread.shape)
+        units.append(SpreadUnit((tensor,), (spread,), partial(_cast_one, key, stored)))
     if source is not None:
         targets = {
             key: plain_matrix(
@@ -62,29 +69,32 @@ def split_contents(state: Mapping[str, Tensor], dtype: torch.dtype, source: Stor
             )
             for key, matrix in _carried(state, source).items()
         }
-        units += transfer_units(source, targets, Tally()) + _raw_units(source)
+        units += transfer_units(source, targets, Tally())
+        units += _raw_units(source)
     return FolderContents(units, {})
 
 
 def source_contents(state: Mapping[str, Tensor], source: StoredCheckpoint) -> FolderContents:
-    """A folder in the layout, quantisation and dtypes of `source`.
+    """A folder in the layout, quantisation and dtypes of `source`. The parameters may be DTensors.
 
     What still has the values of the source, and what the model does not hold, is copied byte for byte; the rest is
     encoded anew.
 
     Raises CheckpointError when the source does not have every tensor of the model.
     """
-    views = checkpoint_views(state)
-    absent = next((key for key in views if key not in source.matrices), None)
+    spreads = checkpoint_spreads(state)
+    absent = next((key for key in spreads if key not in source.matrices), None)
     if absent is not None:
         raise CheckpointError(f"{source.reader.folder}: has no {absent}, so the model cannot be stored in its layout")
     tally = Tally()
-    units: list[Unit] = []
-    for group in stored_together(source.matrices[key] for key in views):
+    units: list[Unit | SpreadUnit] = []
+    for group in stored_together(source.matrices[key] for key in spreads):
         tensors = tuple(planned(tensor) for tensor in stored_tensors(group))
-        units.append(Unit(tensors, partial(_encode, group, views, source, tally), 0))
+        inputs = tuple(spreads[matrix.key] for matrix in group)
+        units.append(SpreadUnit(tensors, inputs, partial(_encode, group, source, tally)))
     carried = stored_together(_carried(state, source).values())
-    units += [raw_unit(source.reader, group, tally) for group in carried] + _raw_units(source)
+    units += [raw_unit(source.reader, group, tally) for group in carried]
+    units += _raw_units(source)
     return FolderContents(units, source_metadata(source))
 
 
@@ -98,9 +108,28 @@ def source_metadata(source: StoredCheckpoint) -> dict[str, Any]:
     return metadata
 
 
-def checkpoint_views(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Key of the split layout -> view of the parameter that holds it."""
-    return {key: place.view(state[place.parameter]) for key, place in checkpoint_places(state).items()}
+def checkpoint_spreads(state: Mapping[str, Tensor]) -> dict[str, Spread]:
+    """Key of the split layout -> where that tensor lies, its parts being views of the parameter that holds it."""
+    spreads: dict[str, Spread] = {}
+    experts: dict[str, list[Spread]] = {}
+    for key, place in checkpoint_places(state).items():
+        tensor = state[place.parameter]
+        if place.expert is None or place.part is None:
+            spreads[key] = spread_of(tensor)
+            continue
+        if place.parameter not in experts:
+            experts[place.parameter] = spread_items(tensor)
+        spreads[key] = _expert_spread(key, experts[place.parameter][place.expert], place.part)
+    return spreads
+
+
+def _expert_spread(key: str, matrix: Spread, part: str) -> Spread:
+    """The `part` of an expert [in, out], as a checkpoint has it: [out, in]. Its rows are then columns."""
+    if matrix.dim != 0:
+        raise CheckpointError(f"{key}: the columns of an expert lie on different ranks; shard its rows instead")
+    whole = expert_view(torch.empty(matrix.shape, device="meta"), part)
+    view = None if matrix.part is None else expert_view(matrix.part, part)
+    return replace(matrix, shape=tuple(whole.shape), dim=1, part=view)
 
 
 def _carried(state: Mapping[str, Tensor], source: StoredCheckpoint) -> dict[str, StoredMatrix]:
@@ -112,21 +141,23 @@ def _raw_units(source: StoredCheckpoint) -> list[Unit]:
     return [tensor_unit(source.reader, key, Tally()) for key in source.raw]
 
 
-def _unit(entry: TensorEntry) -> Unit:
-    """A unit of one tensor."""
-    tensor = PlannedTensor(entry.key, entry.stored_dtype, tuple(entry.shape))
-    return Unit((tensor,), lambda: [entry.produce()], 0)
-
-
 def _encode(
-    group: tuple[StoredMatrix, ...], views: Mapping[str, Tensor], source: StoredCheckpoint, tally: Tally
+    group: tuple[StoredMatrix, ...], source: StoredCheckpoint, tally: Tally, values: Sequence[Tensor]
 ) -> Sequence[Produced]:
-    return encode_unless_unchanged(group, [views[matrix.key].detach() for matrix in group], source, tally)
+    return encode_unless_unchanged(group, values, source, tally)
+
+
+def _cast_whole(key: str, spread: Spread, dtype: torch.dtype) -> Tensor:
+    return _cast(key, spread.whole(), dtype)
+
+
+def _cast_one(key: str, dtype: torch.dtype, values: Sequence[Tensor]) -> list[Produced]:
+    return [_cast(key, values[0], dtype)]
 
 
 def _cast(key: str, view: Tensor, dtype: torch.dtype) -> Tensor:
     try:
-        return row_major(cast(view.detach(), dtype, key))
+        return row_major(cast(view, dtype, key))
     except CheckpointError as error:
         raise CheckpointError(f"{error}; export in float32") from error
 

@@ -30,7 +30,7 @@ from automimo.mimo_v2_flash.source import config_values, read_config, resolve_fo
 from automimo.mimo_v2_flash.state_dict_adapter import MiMoV2FlashStateDictAdapter
 from automimo.mimo_v2_flash.storage import SourceOptions, StoredCheckpoint
 from automimo.mimo_v2_flash.weights import load_weights
-from automimo.moe import MoEConfig
+from automimo.moe import MoEConfig, MoEFSDPSyncMixin
 
 __all__ = [
     "MODEL_CLASSES",
@@ -62,7 +62,7 @@ class ModelCapabilities:
     supports_ep: bool = True
 
 
-class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module):
+class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module, MoEFSDPSyncMixin):
     """MiMo-V2-Flash with its vocabulary head.
 
     `moe_config` replaces the router and expert settings read from `config`; `moe_overrides` (a keyword) replaces single

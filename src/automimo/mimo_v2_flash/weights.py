@@ -12,8 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from automimo.checkpoint import Ledger
+from automimo.distributed.world import agree, together
+from automimo.mimo_v2_flash.sharded_weights import Exchanges, LocalPart, exchange_dtype, local_part
 from automimo.mimo_v2_flash.storage import StoredCheckpoint
 from automimo.moe.split_experts import expert_view
 
@@ -31,11 +34,12 @@ class Place:
     expert: int | None = None
     part: str | None = None
 
-    def view(self, tensor: Tensor) -> Tensor:
-        """The checkpoint's tensor as a view of our parameter, in the checkpoint's orientation [out, in]."""
+    def view(self, tensor: Tensor, first: int = 0) -> Tensor:
+        """The checkpoint's tensor as a view of our parameter, in the checkpoint's orientation [out, in]; `first` is the
+        first expert in `tensor`, where it is a part of the stack."""
         if self.expert is None or self.part is None:
             return tensor
-        return expert_view(tensor[self.expert], self.part)
+        return expert_view(tensor[self.expert - first], self.part)
 
 
 def places_of(parameter: str, num_experts: int) -> dict[str, Place]:
@@ -66,8 +70,10 @@ def is_carried(key: str) -> bool:
 
 def check_weights(model: nn.Module, source: StoredCheckpoint) -> None:
     """Raise CheckpointError, with the keys, unless a checkpoint has every tensor of `model` in its shape and no other
-    but those that a text run carries. Reads headers only; the model may be on the meta device."""
-    state = model.state_dict()
+    but those that a text run carries. Reads headers only and talks to no other rank; the model may be on the meta
+    device or parallelized."""
+    # Without memory: of a DTensor a view would be an operation of all its ranks.
+    state = {name: torch.empty(tensor.shape, device="meta") for name, tensor in model.state_dict().items()}
     places = checkpoint_places(state)
     ledger = Ledger({key: tuple(place.view(state[place.parameter]).shape) for key, place in places.items()})
     shapes = {key: matrix.shape for key, matrix in source.matrices.items()}
@@ -80,16 +86,57 @@ def check_weights(model: nn.Module, source: StoredCheckpoint) -> None:
 
 
 def load_weights(model: nn.Module, source: StoredCheckpoint) -> None:
-    """Fill every parameter of `model` from a checkpoint in any layout, one tensor at a time.
+    """Fill every parameter of `model` from a checkpoint in any layout, a bounded number of bytes at a time.
 
-    `check_weights` comes before the first byte is read, so a model is filled whole or not at all.
+    `check_weights` comes before the first byte is read, so that a folder that does not fit changes nothing. Of a
+    parallelized model every rank fills what it keeps, bit for bit as in a whole model, and reads no more bytes than
+    that takes; all ranks have to call. Which bytes those are depends on nothing but the layout, and ranks that share
+    experts exchange columns (see sharded_weights.py), while replicas read for themselves.
+
+    Raises CheckpointError; on the other ranks DistributedError, or what torch.distributed raises when contact is lost,
+    since a rank that failed does not wait until the others are done. Then the job has to end.
     """
-    check_weights(model, source)
     state = model.state_dict()
-    places = checkpoint_places(state)
-    with torch.no_grad():
-        # In the order of the files, so that a disk reads forward.
-        for key in source.matrices:
-            if not is_carried(key):
-                place = places[key]
-                source.read_into(key, place.view(state[place.parameter]))
+    sharded = any(isinstance(tensor, DTensor) for tensor in state.values())
+    if not sharded:
+        check_weights(model, source)
+        _fill({name: local_part(name, tensor) for name, tensor in state.items()}, checkpoint_places(state), source)
+        return
+    with together("checking the weights"):
+        parts = {name: local_part(name, tensor) for name, tensor in state.items()}
+        check_weights(model, source)
+    _fill(parts, checkpoint_places(state), source)
+    agree("reading the weights", None)
+
+
+@torch.no_grad()
+def _fill(parts: Mapping[str, LocalPart], places: Mapping[str, Place], source: StoredCheckpoint) -> None:
+    # In the order of the files, so that a disk reads forward.
+    local = [key for key in source.matrices if not is_carried(key) and _is_here(places[key], parts)]
+    shared: dict[str, list[str]] = {}
+    for key in local:
+        if parts[places[key].parameter].cut is not None:
+            shared.setdefault(places[key].parameter, []).append(key)
+    with Exchanges(list(parts.values())) as exchanges:
+        for key in local:
+            place = places[key]
+            part = parts[place.parameter]
+            if part.cut is not None:
+                # Each stack as a whole, at its first matrix: ranks that share it have the same list of keys.
+                keys = shared.pop(place.parameter, [])
+                if keys:
+                    targets = [(key, places[key].view(part.memory, part.first)) for key in keys]
+                    dtype = exchange_dtype(source, keys, part.memory.dtype)
+                    exchanges.of(part.cut).fill(source, targets, part.cut.columns, dtype)
+            elif place.expert is not None:
+                source.read_into(key, place.view(part.memory, part.first))
+            else:
+                source.read_into(key, part.memory, start=part.first, stop=part.stop)
+
+
+def _is_here(place: Place, parts: Mapping[str, LocalPart]) -> bool:
+    """Whether this rank has any of the tensor that lies at `place`."""
+    part = parts[place.parameter]
+    if place.expert is None:
+        return part.first < part.stop
+    return part.first <= place.expert < part.stop

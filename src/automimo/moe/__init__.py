@@ -9,7 +9,10 @@ from automimo.lazy import lazy_names
 
 if TYPE_CHECKING:
     from automimo.moe.config import EXPERT_BACKENDS, SCORE_FUNCTIONS, MoEConfig
+    from automimo.moe.deepep import DeepEPDispatcher
+    from automimo.moe.dispatcher import AllToAllDispatcher, Dispatcher
     from automimo.moe.experts import GroupedExperts
+    from automimo.moe.fsdp_sync import MoEFSDPSyncMixin
     from automimo.moe.gate import Gate, RouterStats, Routing
     from automimo.moe.layer import MoE
     from automimo.moe.metrics import load_metrics
@@ -18,15 +21,19 @@ if TYPE_CHECKING:
         expert_load,
         moe_layers,
         reset_expert_load,
-        router_frozen_contexts,
         set_aux_loss_scale,
+        sum_expert_load,
         update_router_biases,
     )
+    from automimo.moe.recompute import router_frozen_contexts, selective_contexts
     from automimo.moe.split_experts import MoESplitExpertsStateDictMixin
 
 _HOMES = {
     "config": ("EXPERT_BACKENDS", "SCORE_FUNCTIONS", "MoEConfig"),
+    "deepep": ("DeepEPDispatcher",),
+    "dispatcher": ("AllToAllDispatcher", "Dispatcher"),
     "experts": ("GroupedExperts",),
+    "fsdp_sync": ("MoEFSDPSyncMixin",),
     "gate": ("Gate", "RouterStats", "Routing"),
     "layer": ("MoE",),
     "metrics": ("load_metrics",),
@@ -35,10 +42,11 @@ _HOMES = {
         "expert_load",
         "moe_layers",
         "reset_expert_load",
-        "router_frozen_contexts",
         "set_aux_loss_scale",
+        "sum_expert_load",
         "update_router_biases",
     ),
+    "recompute": ("router_frozen_contexts", "selective_contexts"),
     "split_experts": ("MoESplitExpertsStateDictMixin",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -46,10 +54,14 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "EXPERT_BACKENDS",
     "SCORE_FUNCTIONS",
+    "AllToAllDispatcher",
+    "DeepEPDispatcher",
+    "Dispatcher",
     "Gate",
     "GroupedExperts",
     "MoE",
     "MoEConfig",
+    "MoEFSDPSyncMixin",
     "MoESplitExpertsStateDictMixin",
     "RouterStats",
     "Routing",
@@ -59,7 +71,9 @@ __all__ = [
     "moe_layers",
     "reset_expert_load",
     "router_frozen_contexts",
+    "selective_contexts",
     "set_aux_loss_scale",
+    "sum_expert_load",
     "update_router_biases",
 ]
 

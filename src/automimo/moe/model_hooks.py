@@ -6,8 +6,8 @@ L layers, E experts.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from automimo.moe.layer import MoE
 
@@ -61,21 +61,18 @@ def expert_load(model: nn.Module) -> Tensor:
     return torch.stack(loads) if loads else torch.zeros(0, 0, dtype=torch.int64)
 
 
+def sum_expert_load(model: nn.Module) -> None:
+    """Add up the recorded load over all ranks, in one all-reduce; without a process group it is complete already."""
+    gates = [layer.gate for layer in moe_layers(model).values()]
+    if not gates or not (dist.is_available() and dist.is_initialized()):
+        return
+    total_LE = torch.stack([gate.expert_load for gate in gates])
+    dist.all_reduce(total_LE)
+    for gate, load_E in zip(gates, total_LE, strict=True):
+        gate.expert_load.copy_(load_E)
+
+
 def reset_expert_load(model: nn.Module) -> None:
     """Forget the recorded load of all layers; call it at the start of each optimizer step."""
     for layer in moe_layers(model).values():
         layer.gate.reset_load()
-
-
-def router_frozen_contexts() -> Any:
-    """`context_fn` for `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`: recompute all but the choice.
-
-    A matmul that is run again may differ in the last bit and send a token to another expert, and the rows saved by the
-    first pass no longer fit. The results of top-k are therefore kept (K integers and K numbers per token); everything
-    else is recomputed.
-    """
-    return create_selective_checkpoint_contexts(_keep_choice)
-
-
-def _keep_choice(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.topk.default else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,8 @@
-"""The loop: steps, evaluations and checkpoints in an order that a kill at any moment cannot upset."""
+"""The loop: steps, evaluations and checkpoints in an order that a kill at any moment cannot upset.
+
+Every rank runs it. What decides where it goes next (a stop, an evaluation that is due) is agreed first, because a rank
+that goes another way than the others would leave them waiting for ever.
+"""
 
 import time
 from collections.abc import Callable
@@ -6,8 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from automimo.data import DataStream
+from automimo.data.batches import share_rows
+from automimo.distributed.watchdog import Watchdog
+from automimo.distributed.world import World, max_numbers
 from automimo.training.evaluation import evaluate
-from automimo.training.metrics import MetricsFile
+from automimo.training.metrics import Metrics
 from automimo.training.optimizer import lr_factor
 from automimo.training.progress import StepDisplay
 from automimo.training.recipe import Recipe
@@ -18,15 +25,24 @@ from automimo.training.stop import StopRequest
 
 @dataclass(frozen=True)
 class Loop:
-    """What the loop works with besides the training state. `save` writes a checkpoint of the state as it is."""
+    """What the loop works with besides the training state. `save` begins a checkpoint of the state as it is; `publish`
+    ends one that is written in the background, if all ranks are done with it."""
 
     recipe: Recipe
+    world: World
     total: int
     validation: DataStream | None
-    metrics: MetricsFile
+    metrics: Metrics
     display: StepDisplay
     stop: StopRequest
+    watchdog: Watchdog
     save: Callable[[], object]
+    publish: Callable[[], object]
+
+    def stopped(self) -> bool:
+        """Whether any rank has been asked to stop; the same answer on all of them, which all have to ask."""
+        self.stop.agree(int(max_numbers([self.stop.local])[0]))
+        return bool(self.stop)
 
 
 def train_loop(state: TrainingState, loop: Loop, *, saved: bool) -> None:
@@ -37,14 +53,19 @@ def train_loop(state: TrainingState, loop: Loop, *, saved: bool) -> None:
     """
     train = loop.recipe.train
     while True:
-        if _evaluation_due(state.step, loop):
-            _evaluate(state, loop)
+        stopped = loop.stopped()
+        if not stopped and _evaluation_due(state.step, loop):
+            stopped = not _evaluate(state, loop)
         finished = state.step >= loop.total
         due = finished or (state.step > 0 and train.save_every > 0 and state.step % train.save_every == 0)
-        if (due or loop.stop) and not saved:
+        if (due or stopped) and not saved:
+            loop.watchdog.alive(f"saving step {state.step}")
             loop.save()
-        if finished or loop.stop:
+        else:
+            loop.publish()
+        if finished or stopped:
             return
+        loop.watchdog.alive(f"step {state.step + 1}")
         row = _step(state, loop)
         loop.metrics.append(row)
         loop.display.step(row)
@@ -52,39 +73,48 @@ def train_loop(state: TrainingState, loop: Loop, *, saved: bool) -> None:
 
 
 def _evaluation_due(step: int, loop: Loop) -> bool:
-    if loop.validation is None or loop.stop or loop.metrics.evaluated(step):
+    if loop.validation is None:
         return False
     every = loop.recipe.train.evaluate_every
-    return step >= loop.total or (every > 0 and step % every == 0)
+    if step < loop.total and (every == 0 or step % every):
+        return False
+    # Only the rank that writes metrics.jsonl knows what is in it.
+    return max_numbers([float(loop.metrics.missing_evaluation(step))])[0] > 0
 
 
-def _evaluate(state: TrainingState, loop: Loop) -> None:
-    """A stop request ends it without a result; the evaluation is made up for when the run goes on."""
+def _evaluate(state: TrainingState, loop: Loop) -> bool:
+    """False: a stop request ended it without a result; it is made up for when the run goes on."""
     assert loop.validation is not None  # as `_evaluation_due` says
-    train = loop.recipe.train
+    train, world = loop.recipe.train, loop.world
     loop.validation.position = {"epoch": 0, "row": 0}
     started = time.perf_counter()
+
+    def stopped() -> bool:
+        loop.watchdog.alive(f"evaluation at step {state.step}")
+        return loop.stopped()
+
     loss = evaluate(
         state.model,
-        loop.validation.batches(train.micro_batch),
+        loop.validation.batches(train.micro_batch, world.rank, world.size),
         loss_chunk=train.loss_chunk,
-        stop=lambda: bool(loop.stop),
+        stop=stopped,
     )
     if loss is None:
-        return
+        return False
     loop.metrics.append({"step": state.step, "validation_loss": loss, "seconds": time.perf_counter() - started})
     loop.display.note(f"step {state.step}/{loop.total}  held-out loss {loss:.4f}")
+    return True
 
 
 def _step(state: TrainingState, loop: Loop) -> dict[str, Any]:
     """One optimizer step; returns its row of metrics.jsonl."""
-    recipe, train = loop.recipe, loop.recipe.train
+    recipe, train, world = loop.recipe, loop.recipe.train, loop.world
     started = time.perf_counter()
     step = state.step + 1
+    # Every rank walks the whole stream and takes its rows of the step, so the order of the data and the position in
+    # them do not depend on how many ranks there are.
     rows = state.stream.next_rows(train.batch)
-    micro_batches = [
-        state.stream.batch(rows[i : i + train.micro_batch]) for i in range(0, len(rows), train.micro_batch)
-    ]
+    micro_batches = [state.stream.batch(own) for own in share_rows(rows, train.micro_batch, world.rank, world.size)]
     factor = lr_factor(step, loop.total, recipe.optim)
     result = train_step(
         state.model,
@@ -100,15 +130,14 @@ def _step(state: TrainingState, loop: Loop) -> dict[str, Any]:
     state.step = step
     state.skipped += result.loss is None
     seconds = time.perf_counter() - started
-    processed = sum(batch.tokens for batch in micro_batches)
     return {
         "step": step,
         "loss": result.loss,
         "grad_norm": result.grad_norm,
         "lr": recipe.optim.lr * factor,
-        "tokens": sum(batch.valid_targets for batch in micro_batches),
-        "processed_tokens": processed,
-        "tokens_per_second": processed / seconds,
+        "tokens": result.targets,
+        "processed_tokens": result.tokens,
+        "tokens_per_second": result.tokens / seconds,
         "seconds": seconds,
         **result.balance,
     }

@@ -6,7 +6,7 @@ A step has `step`, `loss` (per valid target; null when skipped), `grad_norm`, `l
 
 import json
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from automimo.checkpoint import write_text_atomic
 from automimo.errors import TrainingError
@@ -47,6 +47,30 @@ def inherit_metrics(checkpoint: Path, target: Path) -> None:
         write_text_atomic(target, "".join(_line(row) for row in read_metrics(source)))
 
 
+class Metrics(Protocol):
+    """Where rows go. `missing_evaluation`: whether the evaluation of a step is known to be still to do."""
+
+    def append(self, row: dict[str, Any]) -> None: ...
+
+    def missing_evaluation(self, step: int) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class NoMetrics:
+    """For the ranks that do not write: the same rows reach the file through rank 0."""
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def missing_evaluation(self, step: int) -> bool:  # noqa: ARG002
+        """Not known here."""
+        return False
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 class MetricsFile:
     """Appends to metrics.jsonl. Each line reaches the operating system before the next step starts."""
 
@@ -70,9 +94,9 @@ class MetricsFile:
         if "validation_loss" in row:
             self._evaluated.add(row["step"])
 
-    def evaluated(self, step: int) -> bool:
-        """Whether the file has an evaluation of `step`."""
-        return step in self._evaluated
+    def missing_evaluation(self, step: int) -> bool:
+        """Whether the file has no evaluation of `step`."""
+        return step not in self._evaluated
 
     def close(self) -> None:
         self._file.close()

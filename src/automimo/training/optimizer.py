@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from automimo.errors import ConfigError
 from automimo.training.recipe import ModelSection, MoESection, OptimSection
@@ -56,17 +57,23 @@ def parameter_groups(parameters: Mapping[str, Tensor], optim: OptimSection) -> l
                 f"optim.groups.{index}.weight_decay is {rule.weight_decay}, but {rule.pattern!r} matches only norms, "
                 "sinks or biases, which never decay; remove it"
             )
-    groups: dict[tuple[float, float], list[Tensor]] = {}
+    groups: dict[tuple[float, float, str], list[Tensor]] = {}
     for name, parameter in parameters.items():
         lr, decay = optim.lr, optim.weight_decay
         rule_ = next((rule for rule in optim.groups if fnmatchcase(name, rule.pattern)), None)
         if rule_ is not None:
             lr = rule_.lr if rule_.lr is not None else lr
             decay = rule_.weight_decay if rule_.weight_decay is not None else decay
-        groups.setdefault((lr, decay if parameter.ndim > 1 else 0.0), []).append(parameter)
+        groups.setdefault((lr, decay if parameter.ndim > 1 else 0.0, _sharding(parameter)), []).append(parameter)
     return [
-        {"params": members, "lr": lr, "peak_lr": lr, "weight_decay": decay} for (lr, decay), members in groups.items()
+        {"params": members, "lr": lr, "peak_lr": lr, "weight_decay": decay}
+        for (lr, decay, _), members in groups.items()
     ]
+
+
+def _sharding(parameter: Tensor) -> str:
+    """Parameters of one group are updated in one call, which takes plain tensors or DTensors of one mesh."""
+    return str(parameter.device_mesh) if isinstance(parameter, DTensor) else ""
 
 
 def make_optimizer(parameters: Mapping[str, Tensor], optim: OptimSection) -> torch.optim.AdamW:
@@ -106,16 +113,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> None:
     """Give every group its own peak times `factor`."""
     for group in optimizer.param_groups:
         group["lr"] = group["peak_lr"] * factor
-
-
-def gradient_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """Global L2 norm of the gradients, a scalar tensor; parameters without a gradient count as 0."""
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-
-
-def clip_gradients(parameters: Iterable[Tensor], clip_norm: float, norm: Tensor) -> None:
-    """Scale the gradients by clip_norm / norm where the norm exceeds `clip_norm`."""
-    torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, norm)
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:

@@ -137,6 +137,37 @@ class OptimSection(Section):
     )
 
 
+class ParallelSection(Section):
+    """How the processes share the work. Changes nothing of what is computed, except in the last bits."""
+
+    data: int | None = Field(
+        default=None, ge=1, description="ranks that see different rows; null: all that are left over"
+    )
+    replicate: int = Field(
+        default=1,
+        ge=1,
+        description="copies of the sharded model among the data ranks (HSDP); 1 = every rank has a shard",
+    )
+    expert: int = Field(default=1, ge=1, description="ranks that share the experts of a layer; tokens travel to them")
+    dispatcher: Literal["torch", "deepep"] = Field(
+        default="torch", description="how tokens travel: all-to-all of torch.distributed, or DeepEP (GPUs)"
+    )
+    reshard: bool = Field(
+        default=True, description="free gathered parameters after a block's forward pass; false: faster, more memory"
+    )
+    prefetch: int = Field(default=1, ge=0, description="blocks whose parameters are gathered ahead of time")
+    defer_sync: bool = Field(
+        default=True,
+        description="exchange gradients once per step instead of once per micro-batch; takes an unsharded copy of them",
+    )
+    offload: bool = Field(
+        default=False, description="keep parameters, gradients and optimizer state on the CPU of a GPU machine"
+    )
+    timeout: float = Field(
+        default=1800.0, gt=0, description="seconds without progress after which a run dumps its stacks and ends"
+    )
+
+
 class TrainSection(Section):
     steps: int | None = Field(default=None, ge=1, description="optimizer steps; this or `epochs`")
     epochs: int | None = Field(default=None, ge=1, description="passes over the training data; this or `steps`")
@@ -150,8 +181,15 @@ class TrainSection(Section):
     )
     save_every: int = Field(default=500, ge=0, description="steps between checkpoints; 0 = only at the end")
     keep: int = Field(default=2, ge=1, description="newest checkpoints to keep")
-    activation_checkpointing: bool = Field(
-        default=False, description="recompute activations in backward: less memory, slower"
+    activation_checkpointing: bool | Literal["full", "selective"] = Field(
+        default=False,
+        description="recompute activations in backward: less memory, slower. `full` (or true) recomputes all, "
+        "`selective` all but attention inputs and every second matrix product",
+    )
+    compile: bool = Field(default=False, description="compile every block with torch.compile")
+    async_save: bool = Field(
+        default=False,
+        description="write checkpoints in the background from a copy in CPU memory, while training goes on",
     )
     loss_chunk: int = Field(default=1024, ge=1, description="tokens per piece of the vocabulary projection")
     resume: Text = Field(
@@ -173,6 +211,7 @@ class Recipe(Section):
     moe: MoESection = MoESection()
     data: DataSection
     optim: OptimSection = OptimSection()
+    parallel: ParallelSection = ParallelSection()
     train: TrainSection
 
     @property
@@ -252,7 +291,18 @@ FREE_ON_RESUME = frozenset(
         "model.flash_v_scales",
         "model.source_layout",
         "model.source_tp",
+        "parallel.data",
+        "parallel.defer_sync",
+        "parallel.dispatcher",
+        "parallel.expert",
+        "parallel.offload",
+        "parallel.prefetch",
+        "parallel.replicate",
+        "parallel.reshard",
+        "parallel.timeout",
         "train.activation_checkpointing",
+        "train.async_save",
+        "train.compile",
         "train.epochs",
         "train.evaluate_every",
         "train.final",

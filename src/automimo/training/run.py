@@ -1,7 +1,6 @@
 """`automimo train`: from a recipe to a finished run folder."""
 
-from contextlib import closing
-from functools import partial
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -9,11 +8,16 @@ from rich.console import Console
 
 from automimo.checkpoint import write_text_atomic
 from automimo.checkpoint.resume import tidy_steps
+from automimo.distributed.mesh import Meshes, build_meshes
+from automimo.distributed.watchdog import Watchdog
+from automimo.distributed.world import World, exchange_texts, main_first, on_main, open_world, together
+from automimo.errors import DataError
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
+from automimo.mimo_v2_flash.source import config_values
 from automimo.report import write_report
 from automimo.training.export import export_final
 from automimo.training.loop import Loop, train_loop
-from automimo.training.metrics import MetricsFile, inherit_metrics
+from automimo.training.metrics import Metrics, MetricsFile, NoMetrics, inherit_metrics
 from automimo.training.optimizer import make_optimizer, select_trainable
 from automimo.training.precision import MasterWeights
 from automimo.training.progress import step_display
@@ -22,19 +26,20 @@ from automimo.training.recipe_file import dump_recipe
 from automimo.training.run_folder import RunFolder, find_checkpoint
 from automimo.training.setup import (
     build_model,
+    build_shard,
     check_source,
     load_data,
     load_fitting_tokenizer,
     model_folder,
-    training_device,
+    parallel_sizes,
 )
 from automimo.training.state import (
+    Saver,
     TrainingState,
     check_recipe,
     check_steps,
-    load,
+    read_values,
     restore,
-    save,
     seed_everything,
 )
 from automimo.training.stop import stop_on_signals
@@ -47,18 +52,27 @@ def run_training(recipe: Recipe, *, dry_run: bool = False, console: Console | No
 
     Everything that happens follows from the recipe, its data and the files in its run folder, and each stage (new
     model, steps, evaluation, final export) appears complete or not at all. So the same call again after any kill
-    continues, and ends with the weights of an undisturbed run. `dry_run` loads the data, builds the model without
-    memory, prints what would happen and writes nothing.
+    continues, and ends with the weights of an undisturbed run. Started in several processes (torchrun, `--nproc`) it
+    does the same work with all of them; their number may change from one call to the next. `dry_run` loads the data,
+    builds the model without memory, prints what would happen and writes nothing.
 
-    Raises ConfigError, DataError, CheckpointError or TrainingError.
+    Raises ConfigError, DataError, CheckpointError, TrainingError or, for the failure of another rank, DistributedError.
     """
     console = console or Console()
     folder = RunFolder(recipe.folder)
     if dry_run:
         _dry_run(recipe, folder, console)
         return 0
-    with folder.locked():
-        return _train(recipe, folder, console)
+    # The watchdog comes first: a collective that fails says less than the stacks of all ranks.
+    timeout = recipe.parallel.timeout
+    with open_world(timeout + 60) as world, Watchdog(timeout if world.size > 1 else None) as watchdog:
+        if not world.is_main:
+            console = Console(quiet=True)
+        with ExitStack() as stack:
+            with together("opening the run folder"):
+                if world.is_main:
+                    stack.enter_context(folder.locked())
+            return _train(recipe, folder, console, world, watchdog)
 
 
 def _dry_run(recipe: Recipe, folder: RunFolder, console: Console) -> None:
@@ -75,7 +89,7 @@ def _dry_run(recipe: Recipe, folder: RunFolder, console: Console) -> None:
             _say(console, line)
     checkpoint = find_checkpoint(recipe)
     if checkpoint is not None:
-        _, saved = load(checkpoint)
+        saved = read_values(checkpoint)
         check_recipe(saved, recipe, checkpoint)
         check_steps(saved, total, checkpoint)
     _say(
@@ -84,48 +98,103 @@ def _dry_run(recipe: Recipe, folder: RunFolder, console: Console) -> None:
     )
 
 
-def _train(recipe: Recipe, folder: RunFolder, console: Console) -> int:
-    checkpoint = find_checkpoint(recipe)
-    loaded = None
-    if checkpoint is not None:
-        loaded = load(checkpoint)
-        check_recipe(loaded[1], recipe, checkpoint)
-    with model_folder(recipe, folder, write=True) as source:
-        data = load_data(recipe, load_fitting_tokenizer(source))
-        total = total_steps(recipe, data)
-        check_schedule(recipe.optim, total)
+def _train(recipe: Recipe, folder: RunFolder, console: Console, world: World, watchdog: Watchdog) -> int:
+    watchdog.alive("reading the data and the model")
+    checkpoint = _agreed_checkpoint(recipe)
+    saved = None
+    with together("reading the checkpoint"):
+        if checkpoint is not None:
+            saved = read_values(checkpoint)
+            check_recipe(saved, recipe, checkpoint)
+    with ExitStack() as stack:
+        source = main_first(
+            "making the model folder", lambda: stack.enter_context(model_folder(recipe, folder, write=True))
+        )
+        with together("reading the data"):
+            data = load_data(recipe, load_fitting_tokenizer(source))
+            total = total_steps(recipe, data)
+            check_schedule(recipe.optim, total)
         seed_everything(recipe.train.seed)
-        model = build_model(recipe, source, load_weights=loaded is None, device=training_device())
+        meshes = _meshes(recipe, source, world)
+        model = _model(recipe, source, meshes, world, load_weights=checkpoint is None)
         trainable, _ = select_trainable(model, recipe.model, recipe.moe)
         size = model_size(model, trainable)
-        masters = MasterWeights(model, getattr(torch, recipe.model.dtype))
+        # Sharded parameters are fp32 masters themselves: FSDP rounds what it gathers.
+        masters = MasterWeights(model, getattr(torch, recipe.model.dtype) if meshes is None else torch.float32)
         state = TrainingState(model, masters, make_optimizer(masters.trainable, recipe.optim), data.train)
-        if loaded is not None and checkpoint is not None:
-            check_steps(loaded[1], total, checkpoint)
-            restore(state, *loaded, checkpoint)
-        for line in describe(recipe, model.config, size, data, total):
+        _check_same_data(state)
+        if saved is not None and checkpoint is not None:
+            check_steps(saved, total, checkpoint)
+            restore(state, checkpoint)
+        for line in describe(recipe, model.config, size, data, total, None if meshes is None else meshes.sizes):
             _say(console, line)
         if checkpoint is not None:
             _say(console, f"resume   from {checkpoint}")
-        write_text_atomic(folder.recipe, dump_recipe(recipe))
-        loaded_step = state.step if loaded is not None else None
         own = checkpoint is not None and checkpoint.parent == folder.checkpoints
-        if own:
-            tidy_steps(folder.checkpoints, keep=recipe.train.keep)
-        elif checkpoint is not None:
-            inherit_metrics(checkpoint, folder.metrics)
-        del loaded  # the loaded tensors have been copied
-        with stop_on_signals() as stop, closing(MetricsFile(folder.metrics, loaded_step)) as metrics:
-            display = step_display(console, state.step, total)
-            with closing(display):
-                save_state = partial(save, state, recipe, folder.checkpoints)
-                loop = Loop(recipe, total, data.validation, metrics, display, stop, save_state)
-                train_loop(state, loop, saved=own)
+        with together("preparing the run folder"):
+            if world.is_main:
+                _prepare(recipe, folder, None if own else checkpoint)
+        with ExitStack() as open_files:
+            stop = open_files.enter_context(stop_on_signals(world.size))
+            metrics = open_files.enter_context(closing(_metrics(folder, state.step, checkpoint, world)))
+            display = open_files.enter_context(closing(step_display(console, state.step, total)))
+            saver = Saver(state, recipe, folder.checkpoints)
+            open_files.callback(saver.discard)  # after an error; otherwise nothing is pending then
+            loop = Loop(
+                recipe, world, total, data.validation, metrics, display, stop, watchdog, saver.save, saver.publish
+            )
+            train_loop(state, loop, saved=own)
+            saver.finish()
         if stop:
             _say(console, f"stopped  at step {state.step}, saved; run the same command to go on")
             return stop.exit_code
+        watchdog.alive("exporting the model")
         _finish(recipe, folder, source, console, state, size)
     return 0
+
+
+def _agreed_checkpoint(recipe: Recipe) -> Path | None:
+    """Rank 0 looks: two ranks that look at different moments could find different ones."""
+    found = on_main("looking for a checkpoint", lambda: str(find_checkpoint(recipe) or ""))
+    return Path(found) if found else None
+
+
+def _meshes(recipe: Recipe, source: Path, world: World) -> Meshes | None:
+    """None in a process that is alone: its model needs none of what makes many parts one."""
+    n_experts = config_values(source).get("n_routed_experts")
+    sizes = parallel_sizes(recipe, world.size, n_experts)
+    return None if world.size == 1 else build_meshes(sizes, world.device.type)
+
+
+def _model(
+    recipe: Recipe, source: Path, meshes: Meshes | None, world: World, *, load_weights: bool
+) -> MiMoV2FlashForCausalLM:
+    if meshes is None:
+        return build_model(recipe, source, load_weights=load_weights, device=world.device)
+    return build_shard(recipe, source, meshes, load_weights=load_weights, device=world.device)
+
+
+def _check_same_data(state: TrainingState) -> None:
+    """Every rank takes its rows from a stream of its own, so the streams have to be the same."""
+    prints = exchange_texts(state.data_fingerprint)
+    others = [rank for rank, text in enumerate(prints) if text != prints[0]]
+    if others:
+        raise DataError(
+            f"the training data of rank {others[0]} are not those of rank 0 ({len(others)} of {len(prints)} ranks "
+            "differ): all machines must see the same files"
+        )
+
+
+def _prepare(recipe: Recipe, folder: RunFolder, foreign: Path | None) -> None:
+    """What one rank writes before the first step; `foreign` is the checkpoint of another run that this starts from."""
+    write_text_atomic(folder.recipe, dump_recipe(recipe))
+    if foreign is not None:
+        inherit_metrics(foreign, folder.metrics)
+    tidy_steps(folder.checkpoints, keep=recipe.train.keep)
+
+
+def _metrics(folder: RunFolder, step: int, checkpoint: Path | None, world: World) -> Metrics:
+    return MetricsFile(folder.metrics, None if checkpoint is None else step) if world.is_main else NoMetrics()
 
 
 def _finish(
@@ -136,7 +205,7 @@ def _finish(
         _say(console, f"skipped  {state.skipped} steps without a target")
     kind = recipe.train.final
     if kind == "none":
-        picture = write_report(folder.root)
+        picture = on_main("drawing the report", lambda: str(write_report(folder.root)))
         _say(console, f"done     {state.step} steps; {folder.metrics}, {picture}, checkpoints in {folder.checkpoints}")
         return
     assert isinstance(state.model, MiMoV2FlashForCausalLM)  # made by build_model

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from automimo.backend import BackendConfig
 from automimo.checkpoint import CheckpointReader, publish_folder, write_text_atomic
 from automimo.data import DataStream, LoadReport, load_examples
+from automimo.distributed.mesh import Meshes, ParallelSizes, infer_sizes
 from automimo.errors import ConfigError
 from automimo.init_model import TRAINED_TOKENIZER, init_model
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM, model_class_of
@@ -20,7 +21,9 @@ from automimo.mimo_v2_flash.source import config_values, resolve_folder
 from automimo.mimo_v2_flash.storage import SourceOptions, StoredCheckpoint
 from automimo.mimo_v2_flash.tokenizer import load_tokenizer
 from automimo.mimo_v2_flash.weights import check_weights
+from automimo.mimo_v2_flash.weights import load_weights as load_weights_into
 from automimo.moe import moe_layers
+from automimo.parallelize import ParallelConfig, parallelize
 from automimo.training.recipe import DataSection, Recipe
 from automimo.training.run_folder import RunFolder
 
@@ -107,17 +110,21 @@ def load_fitting_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def build_model(recipe: Recipe, folder: Path, *, load_weights: bool, device: torch.device) -> MiMoV2FlashForCausalLM:
-    """The model of `folder` in fp32 on `device`, with the recipe's window, attention and router settings.
+    """The whole model of `folder` in fp32 on `device`, with the recipe's window, attention and router settings.
 
     Without `load_weights` (resume, or the meta device) its values are arbitrary. Raises ConfigError, CheckpointError.
     """
-    moe = recipe.moe
+    moe, parallel = recipe.moe, recipe.parallel
     with device:
         model = model_class_of(folder).from_pretrained(
             str(folder),
             dtype=torch.float32,
             load_weights=load_weights,
-            backend=BackendConfig(attn=recipe.model.attention),
+            backend=BackendConfig(
+                attn=recipe.model.attention,
+                dispatcher=parallel.dispatcher,
+                enable_fsdp_optimizations=parallel.defer_sync,
+            ),
             source_options=source_options(recipe),
             sliding_window=recipe.model.window,
             moe_overrides={
@@ -128,8 +135,52 @@ def build_model(recipe: Recipe, folder: Path, *, load_weights: bool, device: tor
         )
     if (moe.bias_update_speed or moe.aux_loss) and not moe_layers(model):
         raise ConfigError("moe.bias_update_speed and moe.aux_loss must be 0: the model has no experts")
-    model.model.set_activation_checkpointing("full" if recipe.train.activation_checkpointing else "none")
+    model.model.set_activation_checkpointing(activation_checkpointing(recipe))
     return model.train()
+
+
+def build_shard(
+    recipe: Recipe, folder: Path, meshes: Meshes, *, load_weights: bool, device: torch.device
+) -> MiMoV2FlashForCausalLM:
+    """This rank's part of the model of `folder`, in fp32: laid out without memory first, then filled with nothing but
+    what the rank keeps. All ranks call it. Raises ConfigError, CheckpointError."""
+    model = build_model(recipe, folder, load_weights=False, device=torch.device("meta"))
+    parallelize(model, meshes, parallel_config(recipe))
+    model.to_empty(device="cpu" if recipe.parallel.offload else device)
+    model.source_folder = folder
+    if load_weights:
+        with CheckpointReader(folder) as reader:
+            load_weights_into(model, StoredCheckpoint(reader, model.config, source_options(recipe)))
+    return model
+
+
+def parallel_config(recipe: Recipe) -> ParallelConfig:
+    """What the recipe says about a rank's part of the model."""
+    parallel = recipe.parallel
+    return ParallelConfig(
+        dtype=getattr(torch, recipe.model.dtype),
+        reshard=parallel.reshard,
+        prefetch=parallel.prefetch,
+        offload=parallel.offload,
+        activation_checkpointing=activation_checkpointing(recipe),
+        compile=recipe.train.compile,
+    )
+
+
+def parallel_sizes(recipe: Recipe, world: int, n_experts: int | None) -> ParallelSizes:
+    """Ranks along each dimension. Raises ConfigError with the numbers."""
+    parallel = recipe.parallel
+    return infer_sizes(
+        world, data=parallel.data, replicate=parallel.replicate, expert=parallel.expert, n_experts=n_experts
+    )
+
+
+def activation_checkpointing(recipe: Recipe) -> str:
+    """`none`, `full` or `selective`."""
+    mode = recipe.train.activation_checkpointing
+    if isinstance(mode, str):
+        return mode
+    return "full" if mode else "none"
 
 
 def source_options(recipe: Recipe) -> SourceOptions:
@@ -142,8 +193,3 @@ def check_source(recipe: Recipe, folder: Path, model: MiMoV2FlashForCausalLM) ->
     """Raise CheckpointError unless the weights of `folder` fit `model`; reads headers only."""
     with CheckpointReader(folder) as reader:
         check_weights(model, StoredCheckpoint(reader, model.config, source_options(recipe)))
-
-
-def training_device() -> torch.device:
-    """The first GPU where there is one, else the CPU."""
-    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,4 +1,7 @@
-"""What a training checkpoint holds, and how a run gets it back bit for bit."""
+"""What a training checkpoint holds, and how a run gets it back bit for bit.
+
+Names: `model/PARAMETER`, `optimizer/PARAMETER.MOMENT`, `rng/RANK/GENERATOR`; everything else is in the JSON state.
+"""
 
 import random
 from collections.abc import Mapping
@@ -10,15 +13,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from automimo import __version__
-from automimo.checkpoint.resume import load_step, save_step
+from automimo.checkpoint.boxes import SavedTensor
+from automimo.checkpoint.resume import PendingStep, begin_step, save_step
+from automimo.checkpoint.safetensors_file import TORCH_DTYPES, dtype_name
+from automimo.checkpoint.saved_step import SavedStep, check_file_sizes, load_tensors, read_step
 from automimo.data import DataStream
+from automimo.distributed.world import max_numbers, rank, together
 from automimo.errors import TrainingError
 from automimo.training.precision import MasterWeights
 from automimo.training.recipe import Recipe, differences
 
-ADAM_STATE = ("exp_avg", "exp_avg_sq", "step")
+ADAM_MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAM_STATE = (*ADAM_MOMENTS, "step")
 
 
 @dataclass
@@ -37,26 +46,61 @@ class TrainingState:
         return self.stream.fingerprint()
 
 
-def save(state: TrainingState, recipe: Recipe, checkpoints: Path) -> Path:
-    """Write `checkpoints/step-N`. Raises TrainingError, before anything is written, when a weight is not finite."""
-    model = model_tensors(state)
-    for name, tensor in model.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise TrainingError(
-                f"step {state.step} left values that are not finite in {name}; not saved, so the last checkpoint is "
-                "good. Lower optim.lr or optim.clip_norm"
-            )
-    tensors = {"model": model, "optimizer": _optimizer_tensors(state), "rng": _rng_tensors()}
-    values = {
-        "step": state.step,
-        "skipped_steps": state.skipped,
-        "data_position": state.stream.position,
-        "data_fingerprint": state.data_fingerprint,
-        "rng": _rng_values(),
-        "recipe": recipe.model_dump(mode="json"),
-        "versions": {"automimo": __version__, "torch": str(torch.__version__)},
-    }
-    return save_step(checkpoints, state.step, tensors, values, keep=recipe.train.keep)
+class Saver:
+    """Writes the checkpoints of a run: at once or, with `train.async_save`, in the background while training goes on.
+
+    In the background `save` returns when the shards are copied to the CPU, and the folder appears with `publish`, the
+    next `save` or `finish`. All ranks have to call each of these; what fails on one raises there, and DistributedError
+    on the others. A run that ends with an error calls `discard`, which asks no other rank.
+    """
+
+    def __init__(self, state: TrainingState, recipe: Recipe, checkpoints: Path) -> None:
+        self._state = state
+        self._recipe = recipe
+        self._checkpoints = checkpoints
+        self._pending: PendingStep | None = None
+
+    def save(self) -> Path:
+        """Write `checkpoints/step-N`, after what is pending is published. Returns the folder.
+
+        Raises TrainingError, before anything is written, when a weight is not finite.
+        """
+        self.finish()
+        state, keep = self._state, self._recipe.train.keep
+        model = model_tensors(state)
+        with together(f"saving step-{state.step}"):
+            _check_finite(model, state.step)
+        tensors = {f"model/{name}": tensor for name, tensor in model.items()}
+        tensors |= _optimizer_tensors(state) | _rng_tensors()
+        values = {
+            "step": state.step,
+            "skipped_steps": state.skipped,
+            "data_position": state.stream.position,
+            "data_fingerprint": state.data_fingerprint,
+            "recipe": self._recipe.model_dump(mode="json"),
+            "versions": {"automimo": __version__, "torch": str(torch.__version__)},
+        }
+        if not self._recipe.train.async_save:
+            return save_step(self._checkpoints, state.step, tensors, values, keep=keep)
+        self._pending = begin_step(self._checkpoints, state.step, tensors, values, keep=keep)
+        return self._pending.final
+
+    def publish(self) -> None:
+        """Publish what is pending if all ranks have written it; otherwise go on."""
+        if self._pending is not None and not max_numbers([float(not self._pending.finished)])[0]:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until all ranks have written what is pending, and publish it. It is gone when that fails."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.publish()
+
+    def discard(self) -> None:
+        """Give up what is pending."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.discard()
 
 
 def check_recipe(saved: Mapping[str, Any], recipe: Recipe, checkpoint: Path) -> None:
@@ -83,33 +127,45 @@ def check_steps(saved: Mapping[str, Any], total: int, checkpoint: Path) -> None:
         )
 
 
-def restore(
-    state: TrainingState, tensors: Mapping[str, Mapping[str, Tensor]], saved: Mapping[str, Any], path: Path
-) -> None:
-    """Put a loaded checkpoint into `state` and the random generators.
+def read_values(path: Path) -> dict[str, Any]:
+    """What a checkpoint holds besides the tensors, which `restore` reads. Needs no model and no other rank."""
+    return read_step(path).state
 
-    Raises TrainingError when the data are not those of the checkpoint, or names or shapes of tensors differ.
+
+def restore(state: TrainingState, path: Path) -> None:
+    """Put a checkpoint into `state` and the random generators, on all ranks and in whatever layout the model now has.
+
+    Checksums are verified. The data position counts rows of all ranks, so it is exact for any number of them. Each rank
+    gets its random state back, if the saved run had that rank; otherwise it keeps its own.
+
+    Raises TrainingError when the data are not those of the checkpoint, or names, shapes or dtypes of tensors differ;
+    CheckpointError when the checkpoint is damaged; DistributedError on the ranks where nothing was wrong.
     """
-    if saved["data_fingerprint"] != state.data_fingerprint:
-        raise TrainingError(
-            f"the training data are not those of the checkpoint {path}: the same settings now give other tokens (a "
-            "changed file or tokenizer). Restore them to go on, or choose another output to start anew"
-        )
-    mine = model_tensors(state)
-    _check_names(mine, tensors["model"], path)
-    with torch.no_grad():
-        for name, tensor in mine.items():
-            tensor.copy_(tensors["model"][name])
+    with together(f"loading {path}"):
+        saved = read_step(path)
+        if saved.state["data_fingerprint"] != state.data_fingerprint:
+            raise TrainingError(
+                f"the training data are not those of the checkpoint {path}: the same settings now give other tokens (a "
+                "changed file or tokenizer). Restore them to go on, or choose another output to start anew"
+            )
+        check_file_sizes(saved)  # before memory is taken for what the state only claims
+        model = {f"model/{name}": tensor for name, tensor in model_tensors(state).items()}
+        _check_names(model, _of_kind(saved, "model/"), path)
+        moments = _empty_moments(state, saved)
+        generators = {
+            name: torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+            for name, tensor in _of_kind(saved, f"rng/{rank()}/").items()
+        }
+    optimizer = {f"optimizer/{name}.{key}": tensor for name, kept in moments.items() for key, tensor in kept.items()}
+    load_tensors(saved, model | optimizer | generators)
     state.masters.publish()
-    _restore_optimizer(state, tensors["optimizer"], path)
-    state.stream.position = saved["data_position"]
-    state.step, state.skipped = saved["step"], saved["skipped_steps"]
-    _restore_rng(tensors["rng"], saved["rng"])
-
-
-def load(path: Path) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Tensors and values of a checkpoint; checksums are verified."""
-    return load_step(path)
+    for name, parameter in state.masters.trainable.items():
+        state.optimizer.state.pop(parameter, None)
+        if name in moments:
+            state.optimizer.state[parameter] = moments[name]
+    state.stream.position = saved.state["data_position"]
+    state.step, state.skipped = saved.state["step"], saved.state["skipped_steps"]
+    _restore_rng({name.rpartition("/")[2]: tensor for name, tensor in generators.items()})
 
 
 def model_tensors(state: TrainingState) -> dict[str, Tensor]:
@@ -119,35 +175,68 @@ def model_tensors(state: TrainingState) -> dict[str, Tensor]:
     return tensors
 
 
+def _check_finite(model: Mapping[str, Tensor], step: int) -> None:
+    for name, tensor in model.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not local.is_floating_point() or not local.numel():
+            continue
+        # Smallest and largest value tell all, NaN included, and need no second tensor as isfinite does.
+        if not torch.isfinite(torch.stack(torch.aminmax(local.detach()))).all():
+            raise TrainingError(
+                f"step {step} left values that are not finite in {name}; not saved, so the last checkpoint is good. "
+                "Lower optim.lr or optim.clip_norm"
+            )
+
+
 def _optimizer_tensors(state: TrainingState) -> dict[str, Tensor]:
     found = {}
     for name, parameter in state.masters.trainable.items():
         for key, value in state.optimizer.state.get(parameter, {}).items():
-            found[f"{name}.{key}"] = value
+            found[f"optimizer/{name}.{key}"] = value
     return found
 
 
-def _restore_optimizer(state: TrainingState, tensors: Mapping[str, Tensor], path: Path) -> None:
-    left = set(tensors)
+def _empty_moments(state: TrainingState, saved: SavedStep) -> dict[str, dict[str, Tensor]]:
+    """What to load AdamW's state into, by parameter, laid out as it is; a parameter that no step has used has none."""
+    left = set(_of_kind(saved, "optimizer/"))
+    moments = {}
     for name, parameter in state.masters.trainable.items():
-        entry = {key: tensors[f"{name}.{key}"] for key in ADAM_STATE if f"{name}.{key}" in tensors}
-        if not entry:
-            continue  # a parameter that no step has used has no moments
-        if len(entry) != len(ADAM_STATE) or entry["exp_avg"].shape != parameter.shape:
-            raise TrainingError(f"{path}: the optimizer state of {name} is incomplete or of another shape")
-        state.optimizer.state[parameter] = {key: value.to(parameter.device, copy=True) for key, value in entry.items()}
-        left -= {f"{name}.{key}" for key in ADAM_STATE}
+        names = {key: f"optimizer/{name}.{key}" for key in ADAM_STATE}
+        if left.isdisjoint(names.values()):
+            continue
+        fits = all(saved.tensors.get(names[key]) == _describe(parameter) for key in ADAM_MOMENTS)
+        if not fits or saved.tensors.get(names["step"]) != SavedTensor("F32", ()):
+            raise TrainingError(f"{saved.folder}: the optimizer state of {name} is incomplete or of another shape")
+        moments[name] = {key: torch.zeros_like(parameter, requires_grad=False) for key in ADAM_MOMENTS}
+        # Fused AdamW counts where the parameter is, in a plain tensor also for a DTensor.
+        moments[name]["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        left -= set(names.values())
     if left:
-        raise TrainingError(f"{path}: holds optimizer state of parameters that are not trained: {sorted(left)[:5]}")
+        raise TrainingError(
+            f"{saved.folder}: holds optimizer state of parameters that are not trained: {sorted(left)[:5]}"
+        )
+    return moments
 
 
-def _check_names(mine: Mapping[str, Tensor], saved: Mapping[str, Tensor], path: Path) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
-    other = {name: tuple(tensor.shape) for name, tensor in saved.items()}
-    if shapes != other:
-        wrong = sorted(name for name in shapes.keys() | other.keys() if shapes.get(name) != other.get(name))
-        shown = "; ".join(f"{n}: {other.get(n, 'absent')} -> {shapes.get(n, 'absent')}" for n in wrong[:5])
-        raise TrainingError(f"{path}: {len(wrong)} tensors do not fit the model ({shown})")
+def _of_kind(saved: SavedStep, prefix: str) -> dict[str, SavedTensor]:
+    return {name: tensor for name, tensor in saved.tensors.items() if name.startswith(prefix)}
+
+
+def _describe(tensor: Tensor) -> SavedTensor:
+    return SavedTensor(dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def _check_names(mine: Mapping[str, Tensor], saved: Mapping[str, SavedTensor], path: Path) -> None:
+    described = {name: _describe(tensor) for name, tensor in mine.items()}
+    if described == saved:
+        return
+    wrong = sorted(name for name in described.keys() | saved.keys() if described.get(name) != saved.get(name))
+    shown = "; ".join(f"{name}: {_text(saved.get(name))} -> {_text(described.get(name))}" for name in wrong[:5])
+    raise TrainingError(f"{path}: {len(wrong)} tensors do not fit the model ({shown})")
+
+
+def _text(tensor: SavedTensor | None) -> str:
+    return "absent" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def seed_everything(seed: int) -> None:
@@ -158,28 +247,29 @@ def seed_everything(seed: int) -> None:
 
 
 def _rng_tensors() -> dict[str, Tensor]:
-    found = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        found |= {f"cuda.{i}": state for i, state in enumerate(torch.cuda.get_rng_state_all())}
-    return found
-
-
-def _rng_values() -> dict[str, Any]:
-    version, internal, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    return {
-        "python": [version, list(internal), gauss],
-        "numpy": [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+    """The random generators of this rank. As tensors, because the numbers of Python and numpy fill 12 kB of JSON."""
+    _, internal, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    found = {
+        "torch": torch.get_rng_state(),
+        "python": torch.tensor(internal),
+        "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
+        "numpy": torch.tensor([*(int(key) for key in keys), int(position), int(has_gauss)]),
+        "numpy_gauss": torch.tensor(float(cached), dtype=torch.float64),
     }
-
-
-def _restore_rng(tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    torch.set_rng_state(tensors["torch"])
     if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            if f"cuda.{index}" in tensors:
-                torch.cuda.set_rng_state(tensors[f"cuda.{index}"], index)
-    version, internal, gauss = values["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = values["numpy"]
-    np.random.set_state((kind, np.array(keys, np.uint32), position, has_gauss, cached))
+        found["cuda"] = torch.cuda.get_rng_state()
+    return {f"rng/{rank()}/{name}": tensor for name, tensor in found.items()}
+
+
+def _restore_rng(tensors: Mapping[str, Tensor]) -> None:
+    """Nothing for a rank that the saved run did not have."""
+    if not tensors:
+        return
+    torch.set_rng_state(tensors["torch"])
+    if torch.cuda.is_available() and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"])
+    gauss = tensors["python_gauss"].tolist()
+    random.setstate((3, tuple(tensors["python"].tolist()), gauss[0] if gauss else None))  # 3 since Python 3.2
+    *keys, position, has_gauss = tensors["numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, tensors["numpy_gauss"].item()))

@@ -96,9 +96,10 @@ class StoredCheckpoint:
         """
         return read_matrix(self.reader, self._matrix(key), dtype=dtype, start=start, stop=stop)
 
-    def read_into(self, key: str, destination: Tensor) -> None:
-        """Fill `destination` (any strides and device, floating) with a tensor of the split layout, decoded in fp32."""
-        read_matrix(self.reader, self._matrix(key), out=destination)
+    def read_into(self, key: str, destination: Tensor, *, start: int = 0, stop: int | None = None) -> None:
+        """Fill `destination` (any strides and device, floating) with rows `start` to `stop` of a tensor of the split
+        layout, decoded in fp32; only their bytes are read, a bounded number at a time."""
+        read_matrix(self.reader, self._matrix(key), out=destination, start=start, stop=stop)
 
     def _matrix(self, key: str) -> StoredMatrix:
         try:

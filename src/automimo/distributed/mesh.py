@@ -1,0 +1,145 @@
+"""How many ranks do what: sizes of the parallel dimensions, and the meshes made of them."""
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from automimo.errors import ConfigError
+
+PP, DP_REPLICATE, DP_SHARD, CP = "pp", "dp_replicate", "dp_shard", "cp"
+EP_SHARD, EP = "ep_shard", "ep"
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """Ranks along each dimension; their product is the world, where `expert` runs across the data and context ranks.
+
+    pipeline: stages. replicate: copies of the sharded model (HSDP). shard: ranks that share one copy of the parameters.
+    context: ranks that share a sequence. expert: ranks that share the experts of a layer.
+    """
+
+    pipeline: int
+    replicate: int
+    shard: int
+    context: int
+    expert: int
+
+    @property
+    def data(self) -> int:
+        """Ranks that see different rows."""
+        return self.replicate * self.shard
+
+    @property
+    def stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.data * self.context
+
+    @property
+    def expert_shard(self) -> int:
+        """Ranks that share one expert-parallel part of the experts (FSDP of the experts)."""
+        return self.stage // self.expert
+
+    @property
+    def dense_shards(self) -> int:
+        """Parts that everything but the experts is cut into."""
+        return self.shard * self.context
+
+    @property
+    def expert_shards(self) -> int:
+        """Parts that the experts are cut into: with expert parallelism over all ranks of a stage, replicas included."""
+        return self.stage if self.expert > 1 else self.dense_shards
+
+    @property
+    def world(self) -> int:
+        return self.stage * self.pipeline
+
+
+def infer_sizes(
+    world: int,
+    *,
+    data: int | None = None,
+    replicate: int = 1,
+    expert: int = 1,
+    context: int = 1,
+    pipeline: int = 1,
+    n_experts: int | None = None,
+) -> ParallelSizes:
+    """Sizes for `world` ranks; `data` None is whatever the others leave.
+
+    Raises ConfigError, with the numbers, where the ranks do not divide, and where `n_experts` (None: a model without
+    experts) cannot be shared equally.
+    """
+    others = context * pipeline
+    if world % others:
+        raise ConfigError(
+            f"{_ranks(world)} cannot be divided into parallel.pipeline {pipeline} x parallel.context {context} = "
+            f"{others}: start a multiple of {others}"
+        )
+    left = world // others
+    if data is None:
+        data = left
+    if data != left:
+        raise ConfigError(
+            f"parallel.data is {data}, but {_ranks(world)} / (parallel.pipeline {pipeline} x parallel.context "
+            f"{context}) is {left}: start {data * others} processes, or leave parallel.data out"
+        )
+    if data % replicate:
+        raise ConfigError(
+            f"parallel.replicate {replicate} does not divide the {data} data ranks; it may be one of {_divisors(data)}"
+        )
+    stage = data * context
+    if stage % expert:
+        raise ConfigError(
+            f"parallel.expert {expert} does not divide the {stage} ranks that share a layer; it may be one of "
+            f"{_divisors(stage)}"
+        )
+    if expert > 1 and n_experts is None:
+        raise ConfigError(f"parallel.expert is {expert}, but the model has no experts: leave it out")
+    if n_experts is not None and n_experts % expert:
+        raise ConfigError(
+            f"parallel.expert {expert} does not divide the {n_experts} experts of a layer; it may be one of "
+            f"{[d for d in _divisors(stage) if n_experts % d == 0]}"
+        )
+    return ParallelSizes(pipeline, replicate, data // replicate, context, expert)
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """dense: (pp, dp_replicate, dp_shard, cp) over all ranks. expert: (ep_shard, ep) over the ranks of our stage; with
+    one expert-parallel rank None, since experts are then sharded as everything else is."""
+
+    sizes: ParallelSizes
+    dense: DeviceMesh
+    expert: DeviceMesh | None
+
+    @property
+    def fsdp(self) -> DeviceMesh:
+        """What FSDP shards over: (dp_shard_cp) or, with replicas, (dp_replicate, dp_shard_cp)."""
+        shard = self.dense[DP_SHARD, CP]._flatten("dp_shard_cp") if self.sizes.context > 1 else self.dense[DP_SHARD]
+        if self.sizes.replicate == 1:
+            return shard
+        if self.sizes.context > 1:
+            return self.dense[DP_REPLICATE, "dp_shard_cp"]
+        return self.dense[DP_REPLICATE, DP_SHARD]
+
+
+def build_meshes(sizes: ParallelSizes, device_type: str) -> Meshes:
+    """The meshes over the ranks of the default process group."""
+    names = (PP, DP_REPLICATE, DP_SHARD, CP)
+    dense = init_device_mesh(
+        device_type, (sizes.pipeline, sizes.replicate, sizes.shard, sizes.context), mesh_dim_names=names
+    )
+    if sizes.expert == 1:
+        return Meshes(sizes, dense, None)
+    experts = init_device_mesh(
+        device_type, (sizes.pipeline, sizes.expert_shard, sizes.expert), mesh_dim_names=(PP, EP_SHARD, EP)
+    )
+    return Meshes(sizes, dense, experts[EP_SHARD, EP])
+
+
+def _ranks(world: int) -> str:
+    return "1 process" if world == 1 else f"{world} processes"
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
