@@ -9,10 +9,11 @@ RUN    := runs/quickstart
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install install-test check test test-slow soak bench clean
+.PHONY: help quickstart quickstart-distributed install install-test check test test-slow soak bench clean
 
 help:
 	@echo "make quickstart   install, train a tiny MiMo-V2 on real text, chat with it, compare it with transformers"
+	@echo "make quickstart-distributed   the first steps of it in one process and in two, compared"
 	@echo "make test         install, lint, types and the whole fast test suite"
 	@echo "make check        lint, format, types, import rule"
 	@echo "make test-slow    the tests marked slow"
@@ -40,6 +41,14 @@ quickstart: install
 	$(BIN)/automimo train recipes/quickstart.yaml
 	$(BIN)/automimo generate $(RUN)/final --prompt 'Explain `lambda`.' --max-new-tokens 80 --temperature 0.5 --top-p 0.9 --seed 1
 	$(BIN)/python -m automimo.compare $(RUN)/final
+
+# The first 20 steps, two rows each, once in one process and once in two that share the experts.
+FIRST := train.steps=20 train.batch=2 train.evaluate_every=10 train.save_every=0
+
+quickstart-distributed: install
+	$(BIN)/automimo train recipes/quickstart.yaml $(FIRST) optim.warmup_steps=5 output=runs/one-process
+	$(BIN)/automimo train recipes/quickstart.yaml $(FIRST) optim.warmup_steps=5 output=runs/two-processes --nproc 2 parallel.expert=2
+	$(BIN)/python -m automimo.compare_runs runs/one-process runs/two-processes
 
 check: install-test
 	$(BIN)/ruff check .

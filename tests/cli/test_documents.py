@@ -31,7 +31,14 @@ RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 # Too long for a test as written: what is run instead. The quickstart itself is `make quickstart`.
 # (In another folder, because the one of the recipe holds the tiny run of these tests.)
 QUICKSTART = "automimo train recipes/quickstart.yaml"
-SHORTENED = {QUICKSTART: f"{QUICKSTART} --dry-run output=runs/new"}
+ONE_STEP = "data.sequence_length=128 data.validation=[] train.evaluate_every=0 train.steps=1 optim.warmup_steps=0"
+LAUNCHED = f"{QUICKSTART} --nproc 2 parallel.expert=2"
+TORCHRUN = "torchrun --nproc-per-node 2 -m automimo train recipes/quickstart.yaml parallel.expert=2"
+SHORTENED = {
+    QUICKSTART: f"{QUICKSTART} --dry-run output=runs/new",
+    LAUNCHED: f"{LAUNCHED} {ONE_STEP} output=runs/launched",
+    TORCHRUN: f"{TORCHRUN} {ONE_STEP} output=runs/torchrun train.final=none",
+}
 
 
 class Block(NamedTuple):
@@ -97,6 +104,10 @@ def run_command(words: list[str], root: Path, call: Callable[..., Completed]) ->
         script = [sys.executable, str(REPOSITORY / short[1]), *short[2:]]
         subprocess.run(script, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
         return
+    if short[0] == "torchrun":
+        script = [sys.executable, "-m", "torch.distributed.run", *short[1:]]
+        subprocess.run(script, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=170)
+        return
     assert short[0] == "automimo", f"{shlex.join(words)}: no test knows how to run this"
     if short[1] in ("init", "convert"):
         shutil.rmtree(root / short[2 if short[1] == "init" else 3], ignore_errors=True)
@@ -104,12 +115,13 @@ def run_command(words: list[str], root: Path, call: Callable[..., Completed]) ->
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
 
 
-# The benchmarks take a minute even with --quick.
+# The benchmarks take a minute even with --quick, and the quickstart's data are read by every process.
+LONG = ("benchmarks.md", "distributed.md")
 SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(
-    "path", [pytest.param(p, marks=SLOW if p.name == "benchmarks.md" else [], id=p.name) for p in DOCUMENTS]
+    "path", [pytest.param(p, marks=SLOW if p.name in LONG else [], id=p.name) for p in DOCUMENTS]
 )
 def test_every_command_runs(
     path: Path, root: Path, call: Callable[..., Completed], monkeypatch: pytest.MonkeyPatch
@@ -144,6 +156,27 @@ def test_the_quickstart_target_runs_what_the_readme_says(
 
     assert found[2][2] == "automimo.compare"
     assert compare.main(found[2][3:]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_distributed_target_compares_two_runs(
+    root: Path, call: Callable[..., Completed], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What `make quickstart-distributed` does, with two steps of short rows."""
+    from automimo import compare_runs
+
+    found = [words for words in make_commands("quickstart-distributed") if "pip" not in words]
+    assert [words[:2] for words in found] == [["automimo", "train"]] * 2 + [["python", "-m"]]
+    assert "--nproc" not in found[0] and found[1][found[1].index("--nproc") + 1] == "2"
+    monkeypatch.chdir(root)
+    for words in found[:2]:
+        done = call(*words[1:], *ONE_STEP.split(), "train.steps=2")
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert found[2][2] == "automimo.compare_runs"
+    assert compare_runs.main(found[2][3:]) == 0
+    assert "2 steps: losses differ by at most" in capfd.readouterr().out
+    assert compare_runs.main([found[2][3], str(root / "runs" / "quickstart")]) == 1
 
 
 @pytest.mark.parametrize("block", all_blocks("python"), ids=lambda block: block.where)

@@ -11,19 +11,32 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
+from rich.console import Console
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy import EXPERTS, Case, make_model
 
 from automimo.data import DataStream, Example
-from automimo.data.batches import share_rows
 from automimo.distributed.mesh import build_meshes, infer_sizes
-from automimo.distributed.world import max_numbers
+from automimo.distributed.watchdog import Watchdog
+from automimo.distributed.world import World
 from automimo.parallelize import ParallelConfig, parallelize
+from automimo.training.loop import Loop, train_loop
+from automimo.training.metrics import NoMetrics
 from automimo.training.optimizer import make_optimizer
 from automimo.training.precision import MasterWeights
-from automimo.training.recipe import OptimSection
+from automimo.training.progress import step_display
+from automimo.training.recipe import (
+    DataSection,
+    ModelSection,
+    MoESection,
+    OptimSection,
+    Recipe,
+    SourceSection,
+    TrainSection,
+)
 from automimo.training.rehearsal import pretended_ranks, share_of_rank
-from automimo.training.step import train_step
+from automimo.training.state import TrainingState
+from automimo.training.stop import StopRequest
 from automimo.training.traffic import ALL_TO_ALL, count_traffic
 
 ROW = 24  # tokens; all rows are full, as the rehearsal assumes
@@ -64,26 +77,35 @@ def rows() -> DataStream:
     return DataStream(examples, sequence_length=ROW)
 
 
+def recipe(case: Case) -> Recipe:
+    return Recipe(
+        output="run",
+        model=ModelSection(preset="tiny"),
+        moe=MoESection(bias_update_speed=case.moe["gate_bias_update_factor"]),
+        data=DataSection(train=(SourceSection(kind="python_docs"),), sequence_length=ROW),
+        train=TrainSection(steps=1, batch=case.batch, micro_batch=case.micro, loss_chunk=16),
+    )
+
+
 def real_steps(rank: int, cases: Sequence[Case]) -> list[Counts]:
     return [real_step(rank, case) for case in cases]
 
 
 def real_step(rank: int, case: Case) -> Counts:
-    """The collectives of the second step of this rank, with the stop check of the loop."""
+    """The collectives of the loop around one step. Before a step, and once more at the end, it asks who was stopped."""
     ranks = dist.get_world_size()
     model = make_model(case)
     parallelize(model, build_meshes(infer_sizes(ranks, n_experts=EXPERTS, **case.mesh), "cpu"), case.config)
     masters = MasterWeights(model, torch.float32)
-    optimizer = make_optimizer(masters.trainable, OptimSection())
-    stream = rows()
-    for step in (1, 2):
-        mine = [stream.batch(own) for own in share_rows(stream.next_rows(case.batch), case.micro, rank, ranks)]
-        with CountCollectives() as counted:
-            max_numbers([0.0])
-            train_step(
-                model, masters, optimizer, mine, lr_factor=1.0, clip_norm=case.clip, loss_chunk=16,
-                update_bias=case.moe["gate_bias_update_factor"] > 0, step=step,
-            )  # fmt: skip
+    state = TrainingState(model, masters, make_optimizer(masters.trainable, OptimSection()), rows())
+    console = Console(quiet=True)
+    loop = Loop(
+        recipe(case), World(rank, ranks, rank, torch.device("cpu")), 1, None, NoMetrics(), step_display(console, 0, 1),
+        StopRequest(shared=True), Watchdog(None), save=lambda: None, publish=lambda: None,
+    )  # fmt: skip
+    with CountCollectives() as counted:
+        train_loop(state, loop, saved=False)
+    counted.counts["all-reduce", ranks, 8] -= 1  # the question at the end
     return counted.counts
 
 
@@ -103,6 +125,8 @@ QUIET = {"gate_bias_update_factor": 0.0, "aux_loss_coeff": 0.0}
 BF16 = ParallelConfig(dtype=torch.bfloat16)
 FULL, SELECTIVE = ParallelConfig(activation_checkpointing="full"), ParallelConfig(activation_checkpointing="selective")
 KEPT = ParallelConfig(reshard=False)
+ALL_BUT_EXPERTS = ("embed", "layers.0", "self_attn", "norm", "mlp.gate.", "lm_head")
+ALL_BUT_ROUTERS = ("embed", "self_attn", "norm", "experts", "_proj.", "lm_head")
 CASES = {
     2: {
         "dp": Case(),
@@ -125,10 +149,12 @@ CASES = {
         "ep, the first layers frozen, full checkpointing, accumulation 3": Case(
             EP2, FULL, batch=6, frozen=("embed", "layers.0", "layers.1"), sinks=False
         ),
-        "dp, the first layers frozen, kept": Case(
-            config=KEPT, batch=6, frozen=("embed", "layers.0", "layers.1"), sinks=False
+        "dp, the first layers frozen, accumulation 3, sync at every micro-batch": Case(
+            batch=6, frozen=("embed", "layers.0", "layers.1"), sinks=False, defer_sync=False
         ),
-        "ep, only experts": Case(EP2, FULL, frozen=("embed", "self_attn", "norm", "gate.", "lm_head"), moe=QUIET),
+        "ep, only experts": Case(EP2, frozen=ALL_BUT_EXPERTS, sinks=False, moe=QUIET),
+        "ep, only experts, full checkpointing": Case(EP2, FULL, frozen=ALL_BUT_EXPERTS, sinks=False, moe=QUIET),
+        "ep, only routers": Case(EP2, frozen=ALL_BUT_ROUTERS, sinks=False),
         "dp, frozen router": Case(frozen=("mlp.gate.",), moe=QUIET),
     },
     4: {

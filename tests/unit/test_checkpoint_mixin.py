@@ -201,7 +201,7 @@ def test_every_unit_has_its_round_and_nobody_is_in_two_at_once() -> None:
         got = [unit for entry in rounds if (unit := entry.units[entry.holder.index(member)]) is not None]
         assert got == share[: plan.gathered[member]]  # in the order in which the writer takes them
         assert all(len(unit.inputs[0].holders[0]) > 1 for unit in got)
-    # Replicas and sets of experts work side by side: every step but the last ones has two rounds, both with two writers.
+    # Replicas and sets of experts work side by side: all steps but the last ones have two rounds with two writers each.
     full = [len(step) == 2 and all(None not in entry.units for entry in step) for step in plan.rounds]
     assert full.count(False) <= 2
     assert len(plan.rounds) <= 12

@@ -46,6 +46,7 @@ ALLOWED: dict[str, set[str]] = {
     # What the verbs do, and the command line on top of all.
     "answer": {"generate"},
     "compare": {"cli_errors", "generate"},
+    "compare_runs": {"checkpoint", "cli_errors", "training"},
     "doctor": {"attention", "machine", "moe"},
     "evaluate": {"data", "generate", "mimo_v2_flash", "training"},
     "inspect_recipe": {"data", "training"},

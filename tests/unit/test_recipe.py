@@ -128,7 +128,7 @@ lr: 3
         "optim.warmup_steps (line 9)": "10 leaves nothing of the 5 steps",
         "train (line 10)": "exactly one of train.steps and train.epochs",
         "train.batch (line 13)": "5 is not a multiple of train.micro_batch 2",
-        "train.activation_checkpointing (line 15)": "must be true or false, is 1",
+        "train.activation_checkpointing (line 15)": "1 is not one of 'none', 'full' or 'selective'",
         "lr (line 16)": "did you mean optim.lr?",
         "train.keep (command line)": "must be at least 1, is 0",
     }
@@ -171,7 +171,7 @@ lr: 3
         ("output=''", "must not be empty"),
         ("output=null", "must be text, is null"),
         ("lora.rank=8", "lora"),
-        ("train.compile=true", "train.compile"),
+        ("train.compiled=true", "train.compiled"),
         ("training.steps=3", "did you mean train?"),
         ("moe.bias_update_sped=0.1", "did you mean moe.bias_update_speed?"),
         ("moe={router: freeze, aux_loss: 0.1}", "must be 0 when moe.router is freeze"),

@@ -6,7 +6,7 @@ them: every rank of a group gets other tensors at the same time, through an all-
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -93,14 +93,15 @@ def spread_items(stack: Tensor) -> list[Spread]:
         raise _unsupported(stack)
     dim, mesh_dim = next(iter(cuts.items()), (1, None))
     if mesh_dim_of_items is None:
-        return [_spread(stack, shape, dim - 1, mesh_dim, mesh.mesh, item) for item in local.unbind(0)]
+        spread = _spread(stack, shape, dim - 1, mesh_dim, mesh.mesh, local)
+        return [replace(spread, part=item) for item in local.unbind(0)]
     coordinate = mesh.get_coordinate()
     result: list[Spread] = []
     for owner, count in enumerate(_chunks(stack.shape[0], mesh.size(mesh_dim_of_items))):
         ranks = mesh.mesh.narrow(mesh_dim_of_items, owner, 1)
         mine = coordinate is not None and coordinate[mesh_dim_of_items] == owner
-        items = local.unbind(0) if mine else [None] * count
-        result += [_spread(stack, shape, dim - 1, mesh_dim, ranks, item) for item in items]
+        spread = _spread(stack, shape, dim - 1, mesh_dim, ranks, local if mine else None)
+        result += [replace(spread, part=item) for item in (local.unbind(0) if mine else [None] * count)]
     return result
 
 

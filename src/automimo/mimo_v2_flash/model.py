@@ -291,7 +291,8 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module, MoEFSDPSyncMixin):
             for key in ("quantization_config", "checkpoint_tp_size"):
                 values.pop(key, None)
             values.update(
-                architectures=[type(self).__name__],
+                # Not the name of our own class: FSDP2 makes the model an instance of a subclass.
+                architectures=[MODEL_CLASSES[self.config.model_type].__name__],
                 attention_projection_layout="split",
                 dtype=str(stored).removeprefix("torch."),
             )

@@ -19,6 +19,11 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _named(value: Any) -> Any:
+    """Activation checkpointing was on or off before there were kinds of it, and most people still say so."""
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+
 Text = Annotated[str, Field(min_length=1)]
 Patterns = Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)]
 
@@ -181,10 +186,10 @@ class TrainSection(Section):
     )
     save_every: int = Field(default=500, ge=0, description="steps between checkpoints; 0 = only at the end")
     keep: int = Field(default=2, ge=1, description="newest checkpoints to keep")
-    activation_checkpointing: bool | Literal["full", "selective"] = Field(
-        default=False,
-        description="recompute activations in backward: less memory, slower. `full` (or true) recomputes all, "
-        "`selective` all but attention inputs and every second matrix product",
+    activation_checkpointing: Annotated[Literal["none", "full", "selective"], BeforeValidator(_named)] = Field(
+        default="none",
+        description="recompute activations in backward, which takes less memory and more time: `full` (or true) "
+        "recomputes everything, `selective` keeps every second matrix product, `none` is false",
     )
     compile: bool = Field(default=False, description="compile every block with torch.compile")
     async_save: bool = Field(

@@ -135,7 +135,7 @@ def build_model(recipe: Recipe, folder: Path, *, load_weights: bool, device: tor
         )
     if (moe.bias_update_speed or moe.aux_loss) and not moe_layers(model):
         raise ConfigError("moe.bias_update_speed and moe.aux_loss must be 0: the model has no experts")
-    model.model.set_activation_checkpointing(activation_checkpointing(recipe))
+    model.model.set_activation_checkpointing(recipe.train.activation_checkpointing)
     return model.train()
 
 
@@ -162,7 +162,7 @@ def parallel_config(recipe: Recipe) -> ParallelConfig:
         reshard=parallel.reshard,
         prefetch=parallel.prefetch,
         offload=parallel.offload,
-        activation_checkpointing=activation_checkpointing(recipe),
+        activation_checkpointing=recipe.train.activation_checkpointing,
         compile=recipe.train.compile,
     )
 
@@ -173,14 +173,6 @@ def parallel_sizes(recipe: Recipe, world: int, n_experts: int | None) -> Paralle
     return infer_sizes(
         world, data=parallel.data, replicate=parallel.replicate, expert=parallel.expert, n_experts=n_experts
     )
-
-
-def activation_checkpointing(recipe: Recipe) -> str:
-    """`none`, `full` or `selective`."""
-    mode = recipe.train.activation_checkpointing
-    if isinstance(mode, str):
-        return mode
-    return "full" if mode else "none"
 
 
 def source_options(recipe: Recipe) -> SourceOptions:

@@ -116,7 +116,7 @@ def activation_bytes(recipe: Recipe, config: MiMoV2FlashConfig) -> int:
         for kind, moe in zip(config.layer_types, config.moe_layer_freq, strict=True)
     ]
     hidden = config.hidden_size
-    kept = sum(layers) if not recipe.train.activation_checkpointing else hidden * len(layers) + max(layers)
+    kept = sum(layers) if recipe.train.activation_checkpointing == "none" else hidden * len(layers) + max(layers)
     chunk = min(recipe.train.loss_chunk, tokens_T)
     # Logits and their softmax for one chunk, and the fp32 gradient of the head before it joins the others.
     head = 2 * 4 * chunk * config.vocab_size + 4 * config.vocab_size * hidden
@@ -188,7 +188,8 @@ def describe_model(recipe: Recipe, config: MiMoV2FlashConfig, size: ModelSize) -
 
 def describe_sizes(sizes: ParallelSizes) -> str:
     """Who does what, in one line."""
-    copies = f"{plural(sizes.replicate, 'copy', 'copies')} of the model in {plural(sizes.shard, 'shard')}"
+    number = "1 copy" if sizes.replicate == 1 else f"{sizes.replicate:,} copies"
+    copies = f"{number} of the model in {plural(sizes.shard, 'shard')}"
     experts = (
         f"experts over {plural(sizes.expert, 'rank')}, each part in {plural(sizes.expert_shard, 'shard')}"
         if sizes.expert > 1
