@@ -129,6 +129,9 @@ def _shard(model: MiMoV2FlashForCausalLM, meshes: Meshes, config: ParallelConfig
     # Needed again at once when the backward pass begins.
     unit([model.model.norm, model.lm_head], policy, reshard=False)
     unit(model, policy)
+    for module in (model.model.embed_tokens, model.lm_head):
+        # The gradient of the embedding needs no weights, and the head still has them from the forward pass.
+        cast("FSDPModule", module).set_unshard_in_backward(False)
     _sum_gradients(model)
     if config.prefetch:
         _prefetch(_blocks(model), config.prefetch)

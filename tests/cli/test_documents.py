@@ -120,9 +120,7 @@ LONG = ("benchmarks.md", "distributed.md")
 SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(p, marks=SLOW if p.name in LONG else [], id=p.name) for p in DOCUMENTS]
-)
+@pytest.mark.parametrize("path", [pytest.param(p, marks=SLOW if p.name in LONG else [], id=p.name) for p in DOCUMENTS])
 def test_every_command_runs(
     path: Path, root: Path, call: Callable[..., Completed], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,17 +88,16 @@ def infer_sizes(
             f"parallel.replicate {replicate} does not divide the {data} data ranks; it may be one of {_divisors(data)}"
         )
     stage = data * context
+    fitting = [d for d in _divisors(stage) if n_experts is None or n_experts % d == 0]
     if stage % expert:
         raise ConfigError(
-            f"parallel.expert {expert} does not divide the {stage} ranks that share a layer; it may be one of "
-            f"{_divisors(stage)}"
+            f"parallel.expert {expert} does not divide the {stage} ranks that share a layer; it may be one of {fitting}"
         )
     if expert > 1 and n_experts is None:
         raise ConfigError(f"parallel.expert is {expert}, but the model has no experts: leave it out")
     if n_experts is not None and n_experts % expert:
         raise ConfigError(
-            f"parallel.expert {expert} does not divide the {n_experts} experts of a layer; it may be one of "
-            f"{[d for d in _divisors(stage) if n_experts % d == 0]}"
+            f"parallel.expert {expert} does not divide the {n_experts} experts of a layer; it may be one of {fitting}"
         )
     return ParallelSizes(pipeline, replicate, data // replicate, context, expert)
 

@@ -11,10 +11,10 @@ from automimo.backend import BackendConfig
 class MoEFSDPSyncMixin:
     """For models with experts: says when gradients are exchanged and parameters are gathered during accumulation.
 
-    Call `prepare_for_grad_accumulation` before the backward of every micro-batch but the last and
-    `prepare_for_final_backward` before that of the last. Gradients are then summed locally, in fp32 and unsharded, and
-    exchanged once per optimizer step; parameters stay gathered in between. That costs the memory of unsharded
-    parameters and gradients: with `backend.enable_fsdp_optimizations` False both calls do nothing, and every
+    Call `prepare_for_grad_accumulation` before every micro-batch but the last and `prepare_for_final_backward` before
+    the last, in both cases before the forward pass. Gradients are then summed locally, in fp32 and unsharded, and
+    exchanged once per optimizer step; parameters are gathered once per step and stay. That costs the memory of
+    unsharded parameters and gradients: with `backend.enable_fsdp_optimizations` False both calls do nothing, and every
     micro-batch gathers and exchanges, which gives the same sums.
 
     Every FSDP unit below the model is reached, however it is nested, so none can drop out of the accumulation. Without
@@ -36,6 +36,10 @@ class MoEFSDPSyncMixin:
         if not self.backend.enable_fsdp_optimizations:
             return
         for unit in fsdp_units(self):
+            if not last:
+                # For good: a model that accumulates has the memory for it, and freeing after the last forward pass
+                # would only gather once more for its backward.
+                unit.set_reshard_after_forward(False, recurse=False)
             unit.set_is_last_backward(last)
             unit.set_reshard_after_backward(last, recurse=False)
             unit.set_requires_gradient_sync(last, recurse=False)

@@ -161,9 +161,10 @@ class ParallelSection(Section):
         default=True, description="free gathered parameters after a block's forward pass; false: faster, more memory"
     )
     prefetch: int = Field(default=1, ge=0, description="blocks whose parameters are gathered ahead of time")
-    defer_sync: bool = Field(
-        default=True,
-        description="exchange gradients once per step instead of once per micro-batch; takes an unsharded copy of them",
+    defer_sync: bool | None = Field(
+        default=None,
+        description="gather parameters and exchange gradients once per step instead of once per micro-batch, which "
+        "takes an unsharded copy of both; null: where that is at most 16 GiB per rank",
     )
     offload: bool = Field(
         default=False, description="keep parameters, gradients and optimizer state on the CPU of a GPU machine"

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.tensor import DTensor
@@ -29,10 +28,9 @@ from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
 from automimo.mimo_v2_flash.presets import preset_config
 from automimo.mimo_v2_flash.source import config_values, resolve_folder
 from automimo.moe import AllToAllDispatcher, moe_layers
-from automimo.parallelize import parallelize
 from automimo.training.optimizer import parameter_groups, select_trainable
 from automimo.training.recipe import Recipe, check_schedule
-from automimo.training.setup import build_model, parallel_config, parallel_sizes
+from automimo.training.setup import lay_out, parallel_sizes
 from automimo.training.summary import (
     MemoryEstimate,
     ModelSize,
@@ -92,8 +90,7 @@ def rehearse(recipe: Recipe, world: int, rank: int = 0) -> Rehearsal:
     with _config_folder(recipe) as folder:
         sizes = parallel_sizes(recipe, world, config_values(folder).get("n_routed_experts"))
         with pretended_ranks(world, rank):
-            model = build_model(recipe, folder, load_weights=False, device=torch.device("meta"))
-            parallelize(model, build_meshes(sizes, "cpu"), parallel_config(recipe))
+            model = lay_out(recipe, folder, build_meshes(sizes, "cpu"))
             result = _count(recipe, model, sizes, rank)
             # FSDP's modules refer to each other in circles, and with them to the groups that end now.
             del model

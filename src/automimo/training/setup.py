@@ -29,6 +29,8 @@ from automimo.training.run_folder import RunFolder
 
 # Hidden, so that an export does not carry it on as a side file of the model.
 INIT_MARK = ".init.json"
+# Of 80 GiB and more that the GPUs have which such models are trained on.
+DEFERRED_BYTES = 16 * 2**30
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def build_model(recipe: Recipe, folder: Path, *, load_weights: bool, device: tor
 
     Without `load_weights` (resume, or the meta device) its values are arbitrary. Raises ConfigError, CheckpointError.
     """
-    moe, parallel = recipe.moe, recipe.parallel
+    moe = recipe.moe
     with device:
         model = model_class_of(folder).from_pretrained(
             str(folder),
@@ -122,8 +124,7 @@ def build_model(recipe: Recipe, folder: Path, *, load_weights: bool, device: tor
             load_weights=load_weights,
             backend=BackendConfig(
                 attn=recipe.model.attention,
-                dispatcher=parallel.dispatcher,
-                enable_fsdp_optimizations=parallel.defer_sync,
+                dispatcher=recipe.parallel.dispatcher,
             ),
             source_options=source_options(recipe),
             sliding_window=recipe.model.window,
@@ -144,14 +145,35 @@ def build_shard(
 ) -> MiMoV2FlashForCausalLM:
     """This rank's part of the model of `folder`, in fp32: laid out without memory first, then filled with nothing but
     what the rank keeps. All ranks call it. Raises ConfigError, CheckpointError."""
-    model = build_model(recipe, folder, load_weights=False, device=torch.device("meta"))
-    parallelize(model, meshes, parallel_config(recipe))
+    model = lay_out(recipe, folder, meshes)
     model.to_empty(device="cpu" if recipe.parallel.offload else device)
     model.source_folder = folder
     if load_weights:
         with CheckpointReader(folder) as reader:
             load_weights_into(model, StoredCheckpoint(reader, model.config, source_options(recipe)))
     return model
+
+
+def lay_out(recipe: Recipe, folder: Path, meshes: Meshes) -> MiMoV2FlashForCausalLM:
+    """This rank's part of the model of `folder` on the meta device. Raises ConfigError, CheckpointError."""
+    model = build_model(recipe, folder, load_weights=False, device=torch.device("meta"))
+    experts = sum(p.numel() for layer in moe_layers(model).values() for p in layer.experts.parameters())
+    dense = sum(p.numel() for p in model.parameters()) - experts
+    model.backend.enable_fsdp_optimizations = defers_sync(recipe, dense, experts, meshes.sizes)
+    parallelize(model, meshes, parallel_config(recipe))
+    return model
+
+
+def defers_sync(recipe: Recipe, dense: int, experts: int, sizes: ParallelSizes) -> bool:
+    """Whether gradients are exchanged once per step; `dense` and `experts` are numbers of parameters.
+
+    By itself only while parameters in the compute dtype and gradients in fp32, both whole but for the experts of other
+    ranks, take at most DEFERRED_BYTES.
+    """
+    if recipe.parallel.defer_sync is not None:
+        return recipe.parallel.defer_sync
+    width = 2 if recipe.model.dtype == "bfloat16" else 4
+    return (dense + experts // sizes.expert) * (width + 4) <= DEFERRED_BYTES
 
 
 def parallel_config(recipe: Recipe) -> ParallelConfig:

@@ -14,7 +14,7 @@ from automimo.mimo_v2_flash.backbone import MiMoV2FlashBlock
 from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
 from automimo.moe import moe_layers
 from automimo.training.recipe import Recipe
-from automimo.training.setup import Data
+from automimo.training.setup import Data, defers_sync
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,10 @@ def _gathered(recipe: Recipe, config: MiMoV2FlashConfig, size: ModelSize, sizes:
     """Parameters of the blocks in use, or of all where they are kept, and gradients on their way."""
     width, parallel = (2 if recipe.model.dtype == "bfloat16" else 4), recipe.parallel
     rows = -(-recipe.train.batch // sizes.data)
-    accumulates = parallel.defer_sync and rows > recipe.train.micro_batch
+    dense = size.total - size.experts
+    accumulates = defers_sync(recipe, dense, size.experts, sizes) and rows > recipe.train.micro_batch
     ends = 2 * config.vocab_size * config.hidden_size
-    everything = size.total - size.experts + size.experts // sizes.expert
+    everything = dense + size.experts // sizes.expert
     experts, other = size.largest_layer
     block = experts // sizes.expert + other
     frees = parallel.reshard and not accumulates

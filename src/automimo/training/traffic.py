@@ -116,6 +116,9 @@ def count_traffic(model: MiMoV2FlashForCausalLM, micro_batches: Sequence[MicroBa
     traffic.collectives += _control_before()
     step = _Step(model, traffic)
     deferred = model.backend.enable_fsdp_optimizations
+    if deferred and len(micro_batches) > 1:
+        for unit in step.units():
+            unit.reshard = False  # see MoEFSDPSyncMixin
     for number, micro_batch in enumerate(micro_batches, 1):
         step.run(micro_batch, sync=number == len(micro_batches) or not deferred)
     traffic.collectives += _control_after(model)
@@ -161,12 +164,12 @@ class _Step:
 
     def run(self, micro_batch: MicroBatch, *, sync: bool) -> None:
         """Forward and backward of one micro-batch; with `sync` gradients are reduced and parameters freed after."""
-        for unit in self._all():
+        for unit in self.units():
             unit.done = False
         self._forward(micro_batch)
         self._backward(micro_batch, sync)
 
-    def _all(self) -> Iterator[Unit]:
+    def units(self) -> Iterator[Unit]:
         yield self.embedding
         for layer in self.layers:
             yield from (unit for unit in (layer.block, layer.gate, layer.experts) if unit is not None)
@@ -199,11 +202,11 @@ class _Step:
                 self._post_backward(layer.block, sync)
         if self.embedding_grad:
             self._pre_backward(self.embedding)
-        for unit in self._all():  # whose inputs have no gradient
+        for unit in self.units():  # whose inputs have no gradient
             if not unit.done:
                 self._post_backward(unit, sync)
         if sync:
-            for unit in self._all():
+            for unit in self.units():
                 if unit.pending:  # gathered ahead for nobody
                     unit.pending = False
                     self.gathered -= unit.buffer
