@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {"distributed"},
     "fp32": set(),
     "machine": set(),
-    "moe": {"backend", "fp32"},
+    "moe": {"backend", "distributed", "fp32"},
     "quantization": set(),
     "backend": set(),
     # Data knows no model and no training.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
-from automimo.distributed.gradients import local_part
+from automimo.distributed.local import local_tensor
 from automimo.distributed.world import rank, world_size
 from automimo.errors import DistributedError
 
@@ -74,7 +74,7 @@ def spread_of(tensor: Tensor) -> Spread:
     if len(cuts) > 1:
         raise _unsupported(tensor)
     dim, mesh_dim = next(iter(cuts.items()), (0, None))
-    return _spread(tensor, tuple(tensor.shape), dim, mesh_dim, tensor.device_mesh.mesh, local_part(tensor).detach())
+    return _spread(tensor, tuple(tensor.shape), dim, mesh_dim, tensor.device_mesh.mesh, local_tensor(tensor).detach())
 
 
 def spread_items(stack: Tensor) -> list[Spread]:
@@ -87,7 +87,7 @@ def spread_items(stack: Tensor) -> list[Spread]:
     if not isinstance(stack, DTensor):
         return [spread_of(item) for item in stack.detach().unbind(0)]
     cuts = _cuts(stack)
-    mesh, local = stack.device_mesh, local_part(stack).detach()
+    mesh, local = stack.device_mesh, local_tensor(stack).detach()
     mesh_dim_of_items = cuts.pop(0, None)
     if len(cuts) > 1:
         raise _unsupported(stack)

@@ -8,15 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from automimo.distributed.local import local_tensor
 from automimo.distributed.world import is_distributed, sum_numbers, world_size
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """The memory of this rank of a DTensor (outside of autograd); any other tensor itself."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
 
 
 def copies(tensor: Tensor, ranks: int) -> int:
@@ -59,7 +52,7 @@ def gradient_norm(parameters: Iterable[Tensor]) -> float:
     gradients: dict[int, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            gradients.setdefault(copies(parameter, ranks), []).append(local_part(parameter.grad))
+            gradients.setdefault(copies(parameter, ranks), []).append(local_tensor(parameter.grad))
     squares = 0.0
     for number, parts in gradients.items():
         norms = torch._foreach_norm([part for part in parts if part.numel()])
@@ -77,5 +70,5 @@ def clip_gradients(parameters: Iterable[Tensor], clip_norm: float, norm: float) 
     factor = clip_norm / (norm + 1e-6)
     if factor >= 1:
         return
-    parts = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    parts = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     torch._foreach_mul_([part for part in parts if part.numel()], factor)

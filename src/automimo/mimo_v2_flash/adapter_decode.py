@@ -15,6 +15,7 @@ from torch import Size, Tensor
 from torch.distributed.tensor import DTensor
 
 from automimo.checkpoint import TensorInfo
+from automimo.distributed.local import local_tensor
 from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.adapter_tensors import full_key, may_share_scales, projection, renamed
 from automimo.mimo_v2_flash.adapter_tp import FUSED_WEIGHT, fused_projections
@@ -22,7 +23,7 @@ from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
 from automimo.mimo_v2_flash.storage.in_memory import StateDictReader, decode_in_memory, describe_in_memory
 from automimo.mimo_v2_flash.storage.matrices import FP8_SCALE, MXFP4_SCALE, StoredMatrix, fused_matrices
 from automimo.mimo_v2_flash.storage.stored_checkpoint import FLOATING
-from automimo.moe.split_experts import copy_whole, local_tensor
+from automimo.moe.split_experts import copy_whole
 
 FP8 = torch.float8_e4m3fn
 StateDict = dict[str, Any]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from automimo.checkpoint.safetensors_file import TORCH_DTYPES
+from automimo.distributed.local import local_tensor
 from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
 from automimo.mimo_v2_flash.storage.encode import encode_group
@@ -27,7 +28,6 @@ from automimo.mimo_v2_flash.storage.matrices import (
     stored_together,
 )
 from automimo.mimo_v2_flash.storage.target import TargetForm, target_form, target_matrices
-from automimo.moe.split_experts import local_tensor
 from automimo.quantization import GROUP
 
 # The parts of the inner model, whose own state dict has no "model." in front of its keys.

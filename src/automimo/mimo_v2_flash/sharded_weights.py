@@ -20,9 +20,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from automimo.checkpoint.safetensors_file import TORCH_DTYPES
+from automimo.distributed.local import local_tensor
 from automimo.errors import AutoMiMoError, CheckpointError, DistributedError
 from automimo.mimo_v2_flash.storage import StoredCheckpoint
-from automimo.moe.split_experts import local_tensor
 from automimo.quantization.chunks import store
 
 EXCHANGE_BYTES = 16 * 2**20

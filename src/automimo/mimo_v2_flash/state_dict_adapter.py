@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from automimo.backend import BackendConfig
 from automimo.checkpoint import Ledger, StateDictAdapter
 from automimo.checkpoint.adapter import StateDict
+from automimo.distributed.local import local_tensor
 from automimo.errors import CheckpointError
 from automimo.mimo_v2_flash.adapter_decode import FP8, Decoder, check_decoded, fused_reader
 from automimo.mimo_v2_flash.adapter_tensors import (
@@ -47,7 +48,7 @@ from automimo.mimo_v2_flash.storage.matrices import (
 from automimo.mimo_v2_flash.storage.target import TargetForm
 from automimo.mimo_v2_flash.weights import is_carried
 from automimo.moe import MoEConfig
-from automimo.moe.split_experts import MoESplitExpertsStateDictMixin, copy_to_native, copy_whole, local_tensor
+from automimo.moe.split_experts import MoESplitExpertsStateDictMixin, copy_to_native, copy_whole
 
 
 class MiMoV2FlashStateDictAdapter(MoESplitExpertsStateDictMixin, StateDictAdapter):

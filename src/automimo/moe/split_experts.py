@@ -16,6 +16,7 @@ from torch import Size, Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
+from automimo.distributed.local import local_tensor
 from automimo.errors import CheckpointError
 from automimo.moe.config import MoEConfig
 
@@ -151,14 +152,6 @@ def new_stack(
     placements: list[Placement] = [Shard(1), Shard(0)] if mesh.ndim == 2 else [Shard(0)]
     local = (experts // ranks[-1], rows // (ranks[0] if mesh.ndim == 2 else 1), columns)
     return DTensor.from_local(torch.empty(local, dtype=dtype, device=device), mesh, placements, run_check=False)
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's memory of a DTensor, outside of autograd; any other tensor itself."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():
-        return tensor.to_local()
 
 
 def copy_to_native(native: Tensor, value: Tensor) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch.distributed.tensor import DTensor
 
 from automimo.data.batches import share_rows
-from automimo.distributed.gradients import local_part
+from automimo.distributed.local import local_tensor
 from automimo.distributed.mesh import ParallelSizes, build_meshes
 from automimo.distributed.world import is_distributed
 from automimo.errors import DistributedError
@@ -164,7 +164,7 @@ def part_of_rank(model: MiMoV2FlashForCausalLM) -> Part:
     dense = experts = trained = 0
     whole = sum(buffer.numel() for buffer in model.buffers())
     for name, parameter in model.named_parameters():
-        values = local_part(parameter).numel()
+        values = local_tensor(parameter).numel()
         if ".experts." in name:
             experts += values
         elif isinstance(parameter, DTensor):

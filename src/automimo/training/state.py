@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from automimo import __version__
 from automimo.checkpoint.boxes import SavedTensor
@@ -21,6 +20,7 @@ from automimo.checkpoint.resume import PendingStep, begin_step, save_step
 from automimo.checkpoint.safetensors_file import TORCH_DTYPES, dtype_name
 from automimo.checkpoint.saved_step import SavedStep, check_file_sizes, load_tensors, read_step
 from automimo.data import DataStream
+from automimo.distributed.local import local_tensor
 from automimo.distributed.world import max_numbers, rank, together
 from automimo.errors import TrainingError
 from automimo.training.precision import MasterWeights
@@ -177,7 +177,7 @@ def model_tensors(state: TrainingState) -> dict[str, Tensor]:
 
 def _check_finite(model: Mapping[str, Tensor], step: int) -> None:
     for name, tensor in model.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local_tensor(tensor)
         if not local.is_floating_point() or not local.numel():
             continue
         # Smallest and largest value tell all, NaN included, and need no second tensor as isfinite does.
