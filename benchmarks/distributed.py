@@ -38,17 +38,19 @@ from automimo.training.step import train_step
 
 @dataclass(frozen=True)
 class Model:
-    """rows of `length` tokens per step, one row per forward pass; `changes` to the tiny preset."""
+    """rows of `length` tokens per step, `micro` of them per forward pass; `changes` to the tiny preset."""
 
     rows: int
+    micro: int
     length: int
     changes: dict[str, object]
 
 
 MODELS = {
-    "quickstart": Model(8, 1024, {}),
+    "quickstart": Model(8, 2, 1024, {}),
     "larger": Model(
-        8,
+        4,
+        2,
         1024,
         {
             "hidden_size": 512,
@@ -63,7 +65,7 @@ MODELS = {
         },
     ),
 }
-QUICK = Model(2, 64, {})
+QUICK = Model(2, 1, 64, {})
 LAYOUTS = {"one process": {}, "dp": {}, "ep": {"expert": 0}}  # 0: all ranks
 
 
@@ -101,7 +103,7 @@ def measure(settings: Model, layout: str, steps: int, dtype: torch.dtype) -> dic
         seconds, losses = [], []
         for step in range(1, steps + 2):
             rows = data.next_rows(settings.rows)
-            batches = [data.batch(own) for own in share_rows(rows, 1, world.rank, world.size)]
+            batches = [data.batch(own) for own in share_rows(rows, settings.micro, world.rank, world.size)]
             start = time.perf_counter()
             result = train_step(
                 model, masters, optimizer, batches,

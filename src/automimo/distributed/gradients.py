@@ -49,12 +49,13 @@ def gradient_norm(parameters: Iterable[Tensor]) -> float:
     all-reduce in float64 adds up the ranks: however a parameter is sharded, each of its values counts once.
     """
     ranks = world_size()
-    gradients: dict[int, list[Tensor]] = {}
+    gradients: dict[tuple[int, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            gradients.setdefault(copies(parameter, ranks), []).append(local_tensor(parameter.grad))
+            part = local_tensor(parameter.grad)
+            gradients.setdefault((copies(parameter, ranks), part.device), []).append(part)
     squares = 0.0
-    for number, parts in gradients.items():
+    for (number, _), parts in gradients.items():
         norms = torch._foreach_norm([part for part in parts if part.numel()])
         if norms:
             squares += float(torch.stack([norm.double() for norm in norms]).square().sum()) / number

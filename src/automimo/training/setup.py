@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedTokenizerFast
 
 from automimo.backend import BackendConfig
@@ -146,12 +147,23 @@ def build_shard(
     """This rank's part of the model of `folder`, in fp32: laid out without memory first, then filled with nothing but
     what the rank keeps. All ranks call it. Raises ConfigError, CheckpointError."""
     model = lay_out(recipe, folder, meshes)
-    model.to_empty(device="cpu" if recipe.parallel.offload else device)
+    if recipe.parallel.offload:
+        model.to_empty(device="cpu")
+        _keep_whole_tensors_on(model, device)
+    else:
+        model.to_empty(device=device)
     model.source_folder = folder
     if load_weights:
         with CheckpointReader(folder) as reader:
             load_weights_into(model, StoredCheckpoint(reader, model.config, source_options(recipe)))
     return model
+
+
+def _keep_whole_tensors_on(model: MiMoV2FlashForCausalLM, device: torch.device) -> None:
+    """Offloaded shards visit the device when FSDP gathers them; buffers and sinks, which it does not have, live there."""
+    for tensor in (*model.buffers(), *model.parameters()):
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(device)
 
 
 def lay_out(recipe: Recipe, folder: Path, meshes: Meshes) -> MiMoV2FlashForCausalLM:
