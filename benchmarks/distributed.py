@@ -49,7 +49,7 @@ class Model:
 MODELS = {
     "quickstart": Model(8, 2, 1024, {}),
     "larger": Model(
-        4,
+        8,
         2,
         1024,
         {

@@ -1,12 +1,10 @@
 """Whole runs in several processes, for the tests of them: start, watch, kill, compare.
 
-A command is started as a user does, or from a process that has imported everything already and forks (`warm`): the
-same launcher, sessions, signals and exits, without the 5 s per process that imports take. Run as a script, this file is
-that process.
+A command is started as a user does, or from a process that has imported everything already and forks (see
+forked_runs.py): the same launcher, sessions and signals, without the 5 s per process that imports take.
 """
 
 import fcntl
-import importlib
 import json
 import os
 import random
@@ -16,11 +14,9 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
 
 TIMEOUT_S = 150.0
 # A step has 5 rows: 3 and 2 of them on two ranks; 2, 1, 1, 1 on four, of which three then have an idle micro-batch. The
@@ -42,11 +38,6 @@ EP = "parallel.expert=2"
 HSDP = ("parallel.expert=2", "parallel.replicate=2")
 WORDS = ["gate", "expert", "window", "sink", "router", "token", "value", "norm", "query", "key", "layer", "stream"]
 RARE = "zebra"  # in one document alone
-# What a run imports, where it starts and on its way (the optimizer, the report).
-PRELOAD = (
-    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "matplotlib.figure"),
-    *("automimo.training.run", "automimo.parallelize", "automimo.report", "automimo.checkpoint.dcp_storage"),
-)
 
 
 # --- processes -------------------------------------------------------------------------------------------------------
@@ -228,7 +219,10 @@ class _Warm:
     def __init__(self) -> None:
         # It ends when our end of its stdin closes, that is with us.
         self._process = subprocess.Popen(
-            [sys.executable, __file__], env=clean_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, str(Path(__file__).with_name("forked_runs.py"))],
+            env=clean_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
         )
 
     def start(self, folder: Path, arguments: Sequence[str], patch: str) -> Job:
@@ -331,191 +325,3 @@ def reference(folder: Path, nproc: int, *overrides: str, cold: bool = False) -> 
             finally:
                 starter.close()
     return root / "run"
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def timeless(run: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what depends on the clock."""
-    return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_second")} for row in rows(run)]
-
-
-def last_values(run: Path) -> dict[str, Any]:
-    """The JSON state of the newest checkpoint."""
-    from automimo.checkpoint.resume import newest_step
-
-    newest = newest_step(run / "checkpoints")
-    assert newest is not None
-    state: dict[str, Any] = json.loads((newest / "state.json").read_text())["state"]
-    return state
-
-
-ROUNDED = {"loss", "grad_norm", "validation_loss"}
-
-
-def assert_same_metrics(run: Path, expected: Path) -> None:
-    """The same but for the rounding of sums in another order: 1e-5. Whatever is counted is equal."""
-    ours, theirs = timeless(run), timeless(expected)
-    assert [sorted(row) for row in ours] == [sorted(row) for row in theirs]
-    for row, other in zip(ours, theirs, strict=True):
-        for key, value in other.items():
-            if key in ROUNDED:
-                assert abs(row[key] - value) <= 1e-5 * abs(value), (row["step"], key, row[key], value)
-            else:
-                assert row[key] == value, (row["step"], key)
-
-
-def final_weights(run: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
-    return {name: tensor for file in (run / "final").glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def assert_equal_runs(run: Path, expected: Path) -> None:
-    """What `parallel` may change is the last bits alone."""
-    import torch
-
-    assert_same_metrics(run, expected)
-    ours, theirs = last_values(run), last_values(expected)
-    for key in ("step", "skipped_steps", "data_position", "data_fingerprint"):
-        assert ours[key] == theirs[key], key
-    mine, other = final_weights(run), final_weights(expected)
-    assert mine.keys() == other.keys()
-    for name, tensor in other.items():
-        if "e_score_correction_bias" in name:
-            assert torch.equal(mine[name], tensor), name
-        else:
-            difference = (mine[name].double() - tensor.double()).norm()
-            # Of the issue: after 5 steps of AdamW, which divides small noise by small roots.
-            assert difference <= 1e-3 * tensor.double().norm(), (name, float(difference))
-    assert_tidy(run)
-
-
-def assert_identical_runs(run: Path, expected: Path) -> None:
-    """Bit for bit: weights, optimizer, random states, metrics, the exported model."""
-    import torch
-
-    from automimo.checkpoint.resume import load_step, newest_step
-
-    assert timeless(run) == timeless(expected)
-    folders = [newest_step(folder / "checkpoints") for folder in (run, expected)]
-    assert folders[0] is not None and folders[1] is not None and folders[0].name == folders[1].name
-    (mine, state), (other, other_state) = load_step(folders[0]), load_step(folders[1])
-    assert mine.keys() == other.keys()
-    for name, tensor in other.items():
-        assert torch.equal(mine[name], tensor), name
-    for key in ("step", "skipped_steps", "data_position", "data_fingerprint"):
-        assert state[key] == other_state[key], key
-    names = [sorted(path.name for path in (folder / "final").iterdir()) for folder in (run, expected)]
-    assert names[0] == names[1]
-    for name in names[0]:
-        if name.endswith((".safetensors", ".json", ".jinja")):
-            assert (run / "final" / name).read_bytes() == (expected / "final" / name).read_bytes(), name
-    assert_tidy(run)
-
-
-def assert_tidy(run: Path) -> None:
-    """Nothing half done is left, and no more checkpoints than `train.keep`."""
-    assert [path.name for path in run.rglob("*") if ".saving-" in path.name or ".tmp-" in path.name] == []
-    assert {path.name for path in run.iterdir()} <= {"recipe.yaml", "metrics.jsonl", "loss.png", "checkpoints", "final"}
-    assert len(list((run / "checkpoints").iterdir())) <= 2
-
-
-# --- the process that forks ------------------------------------------------------------------------------------------
-
-
-class _ForkedRank:
-    """What `automimo.launch` uses of subprocess.Popen, by a fork of this process in place of a new interpreter."""
-
-    patch = ""
-    DEVNULL = subprocess.DEVNULL
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        env: dict[str, str],
-        stdin: int,
-        stdout: int | None,
-        start_new_session: bool,
-        preexec_fn: Callable[[], None],
-    ) -> None:
-        assert list(command[1:3]) == ["-m", "automimo"] and start_new_session
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.setsid()
-            preexec_fn()
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            if stdout is not None:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            for number in (signal.SIGTERM, signal.SIGINT):  # a new interpreter knows nothing of our handlers
-                signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
-            os.environ.clear()
-            os.environ.update(env)
-            _main(command[3:], self.patch)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self) -> int:
-        while self.poll() is None:
-            time.sleep(0.01)
-        assert self.returncode is not None
-        return self.returncode
-
-
-def _main(arguments: Sequence[str], patch: str) -> NoReturn:
-    """The command. What the interpreter does at its end is left out, since it takes a second of clearing what was
-    imported."""
-    from automimo.cli import main
-
-    code: object = 1
-    try:
-        if patch:
-            exec(compile(patch, "patch", "exec"), {"RANK": int(os.environ.get("RANK", "0"))})
-        main(list(arguments))
-    except SystemExit as end:
-        code = end.code or 0
-    except BaseException:  # noqa: BLE001 - as the interpreter does it
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
-
-
-def _serve() -> None:
-    import types
-
-    import torch
-
-    from automimo import launch
-
-    for name in PRELOAD:
-        importlib.import_module(name)
-    torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
-        order = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            os.setsid()
-            os.close(answers.fileno())
-            for name, descriptor in (("stdout", 1), ("stderr", 2)):
-                os.dup2(os.open(Path(order["folder"], name), os.O_WRONLY | os.O_APPEND), descriptor)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            _ForkedRank.patch = order["patch"]
-            vars(launch)["subprocess"] = types.SimpleNamespace(Popen=_ForkedRank, DEVNULL=subprocess.DEVNULL)
-            _main(order["arguments"], "" if "--nproc" in order["arguments"] else order["patch"])
-        print(pid, file=answers, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), file=answers, flush=True)
-
-
-if __name__ == "__main__":
-    _serve()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from run_calls import EP, RARE, Starter, assert_identical_runs, reference, rows
+from run_calls import EP, RARE, Starter, reference
+from run_compare import assert_identical_runs, rows
 from safetensors.torch import load_file, save_file
 
 from automimo.checkpoint.resume import load_step

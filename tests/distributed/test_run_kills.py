@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_calls import EP, HSDP, Job, Starter, assert_identical_runs, last_values, reference, rows, timeless
+from run_calls import EP, HSDP, Job, Starter, reference
+from run_compare import assert_identical_runs, last_values, rows, timeless
 
 # Saves take longer here, before and after the files are written, so that kills land in them. Whatever the timing is,
 # what is asserted stays true.

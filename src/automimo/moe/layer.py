@@ -3,8 +3,11 @@
 T rows of the stream, N of them real tokens, D hidden width, E experts.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from automimo.moe.config import MoEConfig
 from automimo.moe.experts import GroupedExperts
@@ -49,5 +52,24 @@ class MoE(nn.Module):
         weights_NK, indices_NK, load_E, aux_loss = self.gate(x_ND, document_ids)
         y_TD = self.experts(x_ND, weights_NK, indices_NK)
         if token_indices is not None:
-            y_TD = torch.zeros_like(x_TD).index_copy(0, token_indices, y_TD)
+            y_TD = _Spread.apply(y_TD, token_indices, x_TD.shape[0])
         return y_TD.view(shape), RouterStats(load_E, aux_loss)
+
+
+class _Spread(torch.autograd.Function):
+    """Rows [N, D] to their places among T rows, zeros elsewhere.
+
+    As `index_copy`, which however saves its index: under activation checkpointing its backward starts the second
+    forward pass before FSDP has seen a gradient of the experts, so a rank with padding would gather router and experts
+    in another order than ranks without, and their collectives would mix.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y_ND: Tensor, place_N: Tensor, rows: int) -> Tensor:
+        ctx.place_N = place_N
+        return y_ND.new_zeros(rows, y_ND.shape[1]).index_copy_(0, place_N, y_ND)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, None, None]:
+        return grad_TD.index_select(0, ctx.place_N), None, None

@@ -160,7 +160,7 @@ def build_shard(
 
 
 def _keep_whole_tensors_on(model: MiMoV2FlashForCausalLM, device: torch.device) -> None:
-    """Offloaded shards visit the device when FSDP gathers them; buffers and sinks, which it does not have, live there."""
+    """Offloaded shards visit the device when FSDP gathers them; the buffers and sinks it does not have live there."""
     for tensor in (*model.buffers(), *model.parameters()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
