@@ -76,6 +76,7 @@ def test_nproc_counts_from_one(recipe: Path, call: Callable[..., Completed]) -> 
     check_readable_failure(call("train", recipe, "--nproc", "0"), "--nproc", code=2)
 
 
+@pytest.mark.slow
 def test_ranks_that_all_miss_the_model_say_so_once(recipe: Path) -> None:
     done = run_cli("train", recipe, "--nproc", "2")
     assert (done.returncode, done.stdout) == (1, "")

@@ -114,6 +114,7 @@ print(len(left), set(left))
 """
 
 
+@pytest.mark.slow
 def test_the_process_is_afterwards_as_it_was(tmp_path: Path) -> None:
     path = recipe(tmp_path, "preset: tiny")
     command = [sys.executable, "-c", LEAKS, str(path)]
@@ -122,6 +123,7 @@ def test_the_process_is_afterwards_as_it_was(tmp_path: Path) -> None:
     assert done.stdout == "0 set()\n"
 
 
+@pytest.mark.slow
 def test_the_parts_of_all_ranks_make_the_model(tmp_path: Path) -> None:
     from automimo.training import load_recipe
     from automimo.training.rehearsal import rehearse

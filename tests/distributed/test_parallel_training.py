@@ -1,6 +1,7 @@
 """Training in 2 and 4 processes equals training in one: loss and every gradient at every step, weights, bias, counts.
 
-The cases of one number of processes run one after the other in the same processes, which saves starting them.
+The cases of one number of processes run one after the other in the same processes, which saves starting them; those
+of SLOW, which differ less from others, by themselves.
 """
 
 from functools import cache
@@ -50,15 +51,36 @@ CASES = {
     },
 }
 
+SLOW = {
+    2: {
+        *("dp, accumulation 3", "a rank without a row in its last micro-batch", "kept gathered, no prefetch"),
+        *("frozen experts and embedding, sinks frozen", "sync at every micro-batch", "offloaded", "experts as a loop"),
+        *("full activation checkpointing", "experts that no token chooses"),
+    },
+    4: {
+        *("dp", "hsdp", "ep 2 x fsdp 2", "hsdp, accumulation 3, a rank short", "ranks without a valid token"),
+        "full activation checkpointing",
+    },
+}
+
 
 @cache
-def outcomes(size: int) -> list[list[Outcome]]:
-    return run_ranks(size, several_processes, list(CASES[size].values()), timeout=170)
+def outcomes(size: int, slow: bool) -> dict[str, list[Outcome]]:
+    """By name, what each rank found."""
+    cases = {name: case for name, case in CASES[size].items() if (name in SLOW[size]) == slow}
+    of_ranks = run_ranks(size, several_processes, list(cases.values()), timeout=170)
+    return dict(zip(cases, zip(*of_ranks, strict=True), strict=True))
 
 
-@pytest.mark.parametrize(("size", "name"), [(size, name) for size, cases in CASES.items() for name in cases])
+@pytest.mark.parametrize(
+    ("size", "name"),
+    [
+        pytest.param(size, name, marks=[pytest.mark.slow] if name in SLOW[size] else [])
+        for size, cases in CASES.items()
+        for name in cases
+    ],
+)
 def test_equals_one_process(size, name):
-    number = list(CASES[size]).index(name)
     expected = one_process(CASES[size][name])
-    for of_rank in outcomes(size):
-        assert_equal_training(of_rank[number], expected)
+    for outcome in outcomes(size, name in SLOW[size])[name]:
+        assert_equal_training(outcome, expected)

@@ -49,7 +49,9 @@ def test_nproc_with_expert_parallelism_equals_one_process(runs_folder: Path) -> 
     ("nproc", "overrides"),
     [
         pytest.param(2, ["train.async_save=true"], id="fsdp-async"),
-        pytest.param(4, [*HSDP, "train.activation_checkpointing=selective"], id="hsdp-ep-selective"),
+        pytest.param(
+            4, [*HSDP, "train.activation_checkpointing=selective"], id="hsdp-ep-selective", marks=pytest.mark.slow
+        ),
         pytest.param(4, [], id="fsdp4", marks=pytest.mark.slow),
         pytest.param(4, ["parallel.expert=4", "parallel.defer_sync=false"], id="ep4-sync", marks=pytest.mark.slow),
         pytest.param(4, [EP, "parallel.reshard=false", "parallel.prefetch=0"], id="ep2-fsdp2", marks=pytest.mark.slow),

@@ -126,6 +126,7 @@ if RANK == 1:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_shown_with_the_stacks_of_all(runs: Starter) -> None:
     """Neither rank can know which of them hangs: each shows where it stands, and the job ends."""
     patch = """
@@ -170,7 +171,7 @@ if RANK == 1:
 """
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_full_disk_on_one_rank_ends_all_and_spoils_nothing(
     runs: Starter, runs_folder: Path, background: bool
 ) -> None:

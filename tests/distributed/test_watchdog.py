@@ -100,6 +100,7 @@ def test_it_ends_a_process_whatever_that_is_blocked_in(tmp_path: Path, nap: str)
     assert ("rank 0: error: hangs since" in done.stderr) == (nap == SLEEP)
 
 
+@pytest.mark.slow
 def test_a_process_that_says_it_is_alive_lives_on(tmp_path: Path) -> None:
     """Twice the time-out, so both the thread and faulthandler's timer would have struck; and after it once more."""
     loop = "for step in range(35): watchdog.alive(f'step {step}'); time.sleep(0.1)"
@@ -159,7 +160,9 @@ sys.exit(exit_code_of(work, debug=False))
 """
 
 
-@pytest.mark.parametrize("times", [4, pytest.param(50, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("times", [50])
 def test_ranks_end_cleanly_many_times_in_a_row(tmp_path: Path, times: int) -> None:
     """Of jobs that keep the meshes in globals and leave the process group open, 3 of 20 aborted at the end of an
     interpreter. Forked children show it less often, and never after gc.freeze: so these are processes like any other.
