@@ -57,10 +57,10 @@ check: install-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/test_import_rule.py
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not soak"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not soak"
 
 test-slow: install-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow --timeout 1800
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m slow --timeout 1800
 
 soak: install-test
 	$(BIN)/python -m pytest -m soak --timeout 0

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from automimo.distributed.mesh import EP, EP_SHARD, Meshes
 from automimo.errors import ConfigError
 from automimo.mimo_v2_flash.backbone import MiMoV2FlashBlock
+from automimo.mimo_v2_flash.layers import MiMoV2RMSNorm, SwiGLU
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
 from automimo.moe import AllToAllDispatcher, DeepEPDispatcher, Dispatcher, MoE, moe_layers
 
@@ -27,7 +28,7 @@ class ParallelConfig:
     prefetch: blocks whose parameters are gathered ahead of time; 0 leaves it to FSDP.
     offload: parameters, gradients and optimizer state live on the CPU and visit the GPU.
     activation_checkpointing: `none`, `full`, `selective`.
-    compile: torch.compile every block.
+    compile: torch.compile the norms and dense MLPs of every block.
     """
 
     dtype: torch.dtype = torch.float32
@@ -51,7 +52,7 @@ def parallelize(model: MiMoV2FlashForCausalLM, meshes: Meshes, config: ParallelC
     _share_experts(model, meshes, config)
     model.model.set_activation_checkpointing(config.activation_checkpointing)
     if config.compile:
-        _compile_blocks(model)
+        compile_blocks(model)
     _shard(model, meshes, config)
 
 
@@ -91,10 +92,16 @@ def _dispatcher(model: MiMoV2FlashForCausalLM, mesh: DeviceMesh, config: Paralle
     return AllToAllDispatcher(moe.n_routed_experts, mesh.get_group())
 
 
-def _compile_blocks(model: MiMoV2FlashForCausalLM) -> None:
-    """Block by block, so that one compiled graph serves all blocks of a kind."""
+def compile_blocks(model: MiMoV2FlashForCausalLM) -> None:
+    """The norms and dense MLPs of every block, which is where plain tensor code is left to fuse.
+
+    Not whole blocks: attention and experts are autograd functions over hand-made tiles and groups, whose loops the
+    compiler would unroll (minutes per length of text), and its rule for grouped_mm knows bf16 only.
+    """
     for block in _blocks(model):
-        block.compile(dynamic=True)
+        for module in block.modules():
+            if isinstance(module, MiMoV2RMSNorm | SwiGLU):
+                module.compile(dynamic=True)
 
 
 def _shard(model: MiMoV2FlashForCausalLM, meshes: Meshes, config: ParallelConfig) -> None:

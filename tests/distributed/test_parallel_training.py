@@ -36,6 +36,7 @@ CASES = {
         "selective activation checkpointing": Case(EP2, SELECTIVE, batch=6),
         "experts that no token chooses": Case(EP2, dead_experts=True),
         "experts as a loop": Case(EP2, experts="torch"),
+        "compiled": Case(EP2, ParallelConfig(compile=True, activation_checkpointing="full")),
     },
     4: {
         "dp": Case(),
@@ -55,7 +56,7 @@ SLOW = {
     2: {
         *("dp, accumulation 3", "a rank without a row in its last micro-batch", "kept gathered, no prefetch"),
         *("frozen experts and embedding, sinks frozen", "sync at every micro-batch", "offloaded", "experts as a loop"),
-        *("full activation checkpointing", "experts that no token chooses"),
+        *("full activation checkpointing", "experts that no token chooses", "compiled"),
     },
     4: {
         *("dp", "hsdp", "ep 2 x fsdp 2", "hsdp, accumulation 3, a rank short", "ranks without a valid token"),
@@ -72,10 +73,16 @@ def outcomes(size: int, slow: bool) -> dict[str, list[Outcome]]:
     return dict(zip(cases, zip(*of_ranks, strict=True), strict=True))
 
 
+def marks(size: int, *, slow: bool) -> list[pytest.MarkDecorator]:
+    """One worker for all cases of a group of processes, which would otherwise run once in each."""
+    group = pytest.mark.xdist_group(f"training-{size}-{slow}")
+    return [group, pytest.mark.slow] if slow else [group]
+
+
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        pytest.param(size, name, marks=[pytest.mark.slow] if name in SLOW[size] else [])
+        pytest.param(size, name, marks=marks(size, slow=name in SLOW[size]))
         for size, cases in CASES.items()
         for name in cases
     ],

@@ -194,10 +194,16 @@ def real(size: int, fast: bool) -> dict[str, list[Counts]]:
     return {name: [counts[number] for counts in of_ranks] for number, name in enumerate(cases)}
 
 
+def marks(size: int, *, slow: bool) -> list[pytest.MarkDecorator]:
+    """One worker for all cases of a group of processes, which would otherwise run once in each."""
+    group = pytest.mark.xdist_group(f"rehearsal-{size}-{slow}")
+    return [group, pytest.mark.slow] if slow else [group]
+
+
 @pytest.mark.parametrize(
     ("size", "name"),
     [
-        pytest.param(size, name, marks=[] if name in FAST[size] else [pytest.mark.slow])
+        pytest.param(size, name, marks=marks(size, slow=name not in FAST[size]))
         for size, cases in CASES.items()
         for name in cases
     ],

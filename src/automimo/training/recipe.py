@@ -192,7 +192,7 @@ class TrainSection(Section):
         description="recompute activations in backward, which takes less memory and more time: `full` (or true) "
         "recomputes everything, `selective` keeps every second matrix product, `none` is false",
     )
-    compile: bool = Field(default=False, description="compile every block with torch.compile")
+    compile: bool = Field(default=False, description="compile norms and dense MLPs with torch.compile")
     async_save: bool = Field(
         default=False,
         description="write checkpoints in the background from a copy in CPU memory, while training goes on",

@@ -14,6 +14,7 @@ from automimo.distributed.world import World, exchange_texts, main_first, on_mai
 from automimo.errors import DataError
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
 from automimo.mimo_v2_flash.source import config_values
+from automimo.parallelize import compile_blocks
 from automimo.report import write_report
 from automimo.training.export import export_final
 from automimo.training.loop import Loop, train_loop
@@ -170,7 +171,10 @@ def _model(
     recipe: Recipe, source: Path, meshes: Meshes | None, world: World, *, load_weights: bool
 ) -> MiMoV2FlashForCausalLM:
     if meshes is None:
-        return build_model(recipe, source, load_weights=load_weights, device=world.device)
+        model = build_model(recipe, source, load_weights=load_weights, device=world.device)
+        if recipe.train.compile:
+            compile_blocks(model)
+        return model
     return build_shard(recipe, source, meshes, load_weights=load_weights, device=world.device)
 
 
