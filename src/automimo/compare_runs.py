@@ -15,6 +15,8 @@ from automimo.training.metrics import read_metrics
 
 LOSS_LIMIT = 1e-4
 """Relative. Sums in another order differ by 1e-7; every step of training multiplies that a little."""
+NORM_LIMIT = 1e-3
+"""Relative. A norm follows the weights it was taken at, so it may differ as much as they do."""
 WEIGHT_LIMIT = 1e-3
 """Norm of the difference of a tensor over its norm."""
 
@@ -34,8 +36,8 @@ def compare_runs(one: Path, other: Path) -> str:
         f"{len(rows)} steps: losses differ by at most {loss:.1e}, gradient norms by {norm:.1e}, final weights by "
         f"{weight:.1e} of their norm ({name})"
     )
-    if loss > LOSS_LIMIT or weight > WEIGHT_LIMIT:
-        raise TrainingError(f"{text}; allowed are {LOSS_LIMIT:.0e} and {WEIGHT_LIMIT:.0e}")
+    if loss > LOSS_LIMIT or norm > NORM_LIMIT or weight > WEIGHT_LIMIT:
+        raise TrainingError(f"{text}; allowed are {LOSS_LIMIT:.0e}, {NORM_LIMIT:.0e} and {WEIGHT_LIMIT:.0e}")
     return text
 
 
@@ -47,7 +49,7 @@ def _steps(folder: Path) -> dict[int, dict[str, float]]:
 
 
 def _relative(one: float, other: float) -> float:
-    return abs(one - other) / abs(other)
+    return abs(one - other) / abs(other) if other else abs(one)
 
 
 def _weights(one: Path, other: Path) -> tuple[float, str]:

@@ -55,6 +55,7 @@ def test_refusals(tiny_model: Path, tmp_path: Path) -> None:
     assert [path.name for path in out.iterdir()] == ["mine"]
 
 
+@pytest.mark.slow
 def test_a_fused_copy_that_does_not_tell_its_order(tiny_model: Path, tmp_path: Path) -> None:
     done = run_cli("convert", tiny_model, tmp_path / "fused", "--to", "bf16", "--layout", "fused")
     assert done.returncode == 0, done.stderr
@@ -86,7 +87,7 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_an_interrupted_conversion_goes_on(tiny_model: Path, tmp_path: Path, number: signal.Signals) -> None:
     words = ["convert", str(tiny_model), str(tmp_path / "out"), "--to", "bf16"]
     process = subprocess.Popen(

@@ -66,6 +66,7 @@ def test_only_the_rank_that_failed_speaks(tmp_path: Path, size: int) -> None:
     assert done.stderr == "rank 1: error: step 3: the loss is nan; lower optim.lr\n"
 
 
+@pytest.mark.slow
 def test_a_failure_that_all_learn_of_is_told_once(tmp_path: Path) -> None:
     part = """
 with together("saving step 3"):
@@ -76,6 +77,7 @@ with together("saving step 3"):
     assert (done.returncode, done.stderr) == (1, "rank 1: error: No space left on device\n")
 
 
+@pytest.mark.slow
 def test_ranks_that_fail_alike_speak_once(tmp_path: Path) -> None:
     done = run(tmp_path, 2, "raise TrainingError('no data')")
     assert (done.returncode, done.stderr) == (1, "rank 0: error: no data\n")

@@ -1,6 +1,7 @@
 """Sizes of the parallel dimensions, what is refused, and which ranks end up together."""
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
@@ -21,7 +22,7 @@ def test_what_is_not_said_is_inferred():
     ("world", "given", "said"),
     [
         (6, {"context": 4}, r"6 processes cannot be divided into parallel.pipeline 1 x parallel.context 4 = 4"),
-        (1, {"pipeline": 2}, r"1 process cannot be divided"),
+        (1, {"pipeline": 2}, r"this is one process, but .* pipeline 2\): start several with --nproc N or torchrun"),
         (4, {"data": 3}, r"parallel.data is 3, but 4 processes / .* is 4: start 3 processes, or leave"),
         (
             6,
@@ -36,6 +37,20 @@ def test_what_is_not_said_is_inferred():
 def test_impossible_combinations_name_their_numbers(world, given, said):
     with pytest.raises(ConfigError, match=said):
         infer_sizes(world, **given)
+
+
+def timeouts(rank: int) -> list[float]:
+    meshes = build_meshes(infer_sizes(4, n_experts=8, replicate=2, expert=2), "cpu", 4321)
+    assert meshes.expert is not None
+    found = [mesh.get_group(dim) for mesh in (meshes.dense, meshes.expert) for dim in range(mesh.ndim)]
+    cpu = torch.device("cpu")
+    return [g._get_backend(cpu).options._timeout.total_seconds() for g in found if g.size() > 1]
+
+
+def test_every_group_of_a_mesh_has_the_time_out_that_was_asked_for():
+    """torch gives a new group 30 minutes, whatever the default group has."""
+    for found in run_ranks(4, timeouts):
+        assert found == [4321.0] * 4
 
 
 def groups(rank: int, given: dict[str, int]) -> dict[str, list[int]]:

@@ -139,7 +139,12 @@ def test_a_complete_run_is_left_alone(runs: Starter, runs_folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "mode", ["full", pytest.param("selective", marks=pytest.mark.slow), pytest.param("false", marks=pytest.mark.slow)]
+    "mode",
+    [
+        pytest.param("full", marks=pytest.mark.slow),
+        pytest.param("selective", marks=pytest.mark.slow),
+        pytest.param("false", marks=pytest.mark.slow),
+    ],
 )
 def test_recomputation_gathers_in_one_order_on_idle_ranks_too(runs: Starter, runs_folder: Path, mode: str) -> None:
     """Of 3 ranks one has no row in every second micro-batch, and without deferred exchange each gathers and reduces. A

@@ -39,7 +39,7 @@ def test_impossible_layouts_are_refused_with_the_numbers(runs: Starter, override
 
 
 def test_one_process_refuses_a_layout_of_several(runs: Starter) -> None:
-    assert "parallel.expert 2 does not divide the 1 ranks" in runs.refused(1, EP)
+    assert "this is one process, but the recipe shares the work" in runs.refused(1, EP)
     assert not runs.output.exists()
 
 
@@ -106,6 +106,7 @@ def test_a_loss_that_is_not_finite_names_the_documents_of_its_rank_once(
     assert not (runs.output / "checkpoints").exists() and not (runs.output / "final").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_in_a_step_ends_all_and_the_run_goes_on(runs: Starter, runs_folder: Path) -> None:
     patch = """
 import automimo.training.step as step

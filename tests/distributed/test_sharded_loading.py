@@ -173,7 +173,7 @@ FAST = ("bf16-fused", "fp8-fused", "mxfp4-fused", "fp32")
     [
         (2, FAST),
         (3, ("uneven",)),
-        (4, ("fp8-fused", "mxfp4-fused")),
+        pytest.param(4, ("fp8-fused", "mxfp4-fused"), marks=pytest.mark.slow),
         pytest.param(4, ("bf16-fused", "fp32"), marks=pytest.mark.slow),
         pytest.param(2, ("fp8-split-plain", "fp8-flash"), marks=pytest.mark.slow),
         pytest.param(4, ("fp8-split-plain", "fp8-flash"), marks=pytest.mark.slow),

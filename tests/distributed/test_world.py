@@ -1,11 +1,15 @@
 """What all ranks must agree on."""
 
+import os
+import time
+
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import RankFailedError, run_ranks
 
+from automimo.cli_errors import lost_contact
 from automimo.distributed.world import exchange_texts, main_first, max_numbers, on_main, sum_numbers, together
-from automimo.errors import DataError, DistributedError
+from automimo.errors import ConfigError, DataError, DistributedError
 
 
 def agreements(rank: int) -> None:
@@ -37,6 +41,27 @@ def failures(rank: int) -> None:
         on_main("looking", lambda: (_ for _ in ()).throw(DataError("no file")))
     # After all this the ranks still fit together.
     assert sum_numbers([1]) == [4]
+
+
+def lost_peer(rank: int, dying: int) -> str:
+    """What a rank with an error of its own says when a peer is gone as well."""
+    if rank == dying:
+        os._exit(0)
+    try:
+        with together("reading"):
+            time.sleep(1)
+            raise ConfigError("my own trouble")
+    except ConfigError as error:
+        assert lost_contact(error) is None
+        return str(error)
+
+
+def test_an_own_failure_is_not_taken_for_a_lost_contact():
+    with pytest.raises(RankFailedError) as caught:
+        run_ranks(2, lost_peer, 1)
+    # The rank that went says nothing; the other one got through its own assertions and only lost the final barrier.
+    assert "my own trouble" not in str(caught.value)
+    assert "assert" not in str(caught.value)
 
 
 def test_ranks_agree():

@@ -1,7 +1,9 @@
 """How many ranks do what: sizes of the parallel dimensions, and the meshes made of them."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from automimo.errors import ConfigError
@@ -69,6 +71,12 @@ def infer_sizes(
     Raises ConfigError, with the numbers, where the ranks do not divide, and where `n_experts` (None: a model without
     experts) cannot be shared equally.
     """
+    if world == 1 and max(data or 1, replicate, expert, context, pipeline) > 1:
+        raise ConfigError(
+            f"this is one process, but the recipe shares the work (parallel.data {data or 1}, replicate {replicate}, "
+            f"expert {expert}, context {context}, pipeline {pipeline}): start several with --nproc N or torchrun, or "
+            "give 1 for each"
+        )
     others = context * pipeline
     if world % others:
         raise ConfigError(
@@ -122,18 +130,29 @@ class Meshes:
         return self.dense[DP_REPLICATE, DP_SHARD]
 
 
-def build_meshes(sizes: ParallelSizes, device_type: str) -> Meshes:
-    """The meshes over the ranks of the default process group."""
+def build_meshes(sizes: ParallelSizes, device_type: str, timeout_s: float | None = None) -> Meshes:
+    """The meshes over the ranks of the default process group.
+
+    `timeout_s`: of the collectives in them; torch gives new groups its own default, not that of the default group.
+    """
     names = (PP, DP_REPLICATE, DP_SHARD, CP)
     dense = init_device_mesh(
         device_type, (sizes.pipeline, sizes.replicate, sizes.shard, sizes.context), mesh_dim_names=names
     )
+    _set_timeout(dense, timeout_s)
     if sizes.expert == 1:
         return Meshes(sizes, dense, None)
     experts = init_device_mesh(
         device_type, (sizes.pipeline, sizes.expert_shard, sizes.expert), mesh_dim_names=(PP, EP_SHARD, EP)
     )
+    _set_timeout(experts, timeout_s)
     return Meshes(sizes, dense, experts[EP_SHARD, EP])
+
+
+def _set_timeout(mesh: DeviceMesh, timeout_s: float | None) -> None:
+    if timeout_s is not None:
+        for dim in range(mesh.ndim):
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), mesh.get_group(dim))
 
 
 def _ranks(world: int) -> str:

@@ -29,13 +29,13 @@ class Watchdog:
         self.watches = timeout_s is not None
         self.timeout_s = timeout_s or 0.0
         self.grace_s = grace_s
-        self._heard = (time.monotonic(), "the start")
+        self._heard = (time.monotonic(), "the start", 1.0)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
-    def alive(self, what: str) -> None:
-        """This rank is about to do `what` ("step 12"). Costs 0.1 us."""
-        self._heard = (time.monotonic(), what)
+    def alive(self, what: str, patience: float = 1.0) -> None:
+        """This rank is about to do `what` ("step 12"), which may take `patience` times the time-out. Costs 0.1 us."""
+        self._heard = (time.monotonic(), what, patience)
 
     def __enter__(self) -> "Watchdog":
         if not self.watches:
@@ -62,15 +62,15 @@ class Watchdog:
         # Often enough that the timer of `_arm`, set from what was heard at the last look, cannot run out early.
         period = min(1.0, self.grace_s / 2, self.timeout_s / 4)
         while not self._closed.wait(period):
-            heard, what = self._heard
+            heard, what, patience = self._heard
             silent = time.monotonic() - heard
-            if silent >= self.timeout_s:
+            if silent >= self.timeout_s * patience:
                 self._end(what, silent)
-            self._arm(silent)
+            self._arm(silent, patience)
 
-    def _arm(self, silent: float) -> None:
+    def _arm(self, silent: float, patience: float = 1.0) -> None:
         """Let faulthandler dump and exit half a grace after us, should we not get the interpreter's lock."""
-        left = max(0.0, self.timeout_s - silent) + self.grace_s / 2
+        left = max(0.0, self.timeout_s * patience - silent) + self.grace_s / 2
         faulthandler.dump_traceback_later(left, exit=True, file=self._stderr)
 
     def _end(self, what: str, silent: float) -> None:

@@ -48,7 +48,12 @@ def open_world(timeout_s: float) -> Iterator[World]:
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"process {local_rank} of this machine has no GPU of its own: there are {torch.cuda.device_count()}; "
+                "start no more processes than that, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPUs"
+            )
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
@@ -66,8 +71,12 @@ def open_world(timeout_s: float) -> Iterator[World]:
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     try:
         yield World(dist.get_rank(), dist.get_world_size(), local_rank, device)
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        # nccl may wait here for collectives that the others never join, and the message would not come out.
+        if device.type != "cuda":
+            dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
 
 
 def is_distributed() -> bool:
@@ -92,13 +101,14 @@ def together(what: str) -> Iterator[None]:
 
 def agree(what: str, failure: Exception | None) -> None:
     """Raise on every rank if any rank has a failure; see `together`."""
+    messages: list[str] = []
     try:
         messages = exchange_texts("" if failure is None else _message(failure))
-    except RuntimeError as lost:
-        # A peer is gone, perhaps because of the same thing: what happened here says more than that.
+    except RuntimeError:
+        # A peer is gone, perhaps because of the same thing: what happened here says more than that, and is raised
+        # outside of this block, so that the loss of contact is not taken for its cause.
         if failure is None:
             raise
-        raise failure from lost
     if failure is not None:
         raise failure
     failed = [(rank, message) for rank, message in enumerate(messages) if message]

@@ -291,8 +291,8 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module, MoEFSDPSyncMixin):
             for key in ("quantization_config", "checkpoint_tp_size"):
                 values.pop(key, None)
             values.update(
-                # Not the name of our own class: FSDP2 makes the model an instance of a subclass.
-                architectures=[MODEL_CLASSES[self.config.model_type].__name__],
+                # Not simply our class: FSDP2 makes the model an instance of a subclass made on the fly.
+                architectures=[next(c.__name__ for c in type(self).__mro__ if c in MODEL_CLASSES.values())],
                 attention_projection_layout="split",
                 dtype=str(stored).removeprefix("torch."),
             )

@@ -22,6 +22,9 @@ from automimo.training.state import TrainingState
 from automimo.training.step import train_step
 from automimo.training.stop import StopRequest
 
+# How many times parallel.timeout a save may take: nothing is heard of it before its end.
+SAVE_PATIENCE = 4
+
 
 @dataclass(frozen=True)
 class Loop:
@@ -59,7 +62,7 @@ def train_loop(state: TrainingState, loop: Loop, *, saved: bool) -> None:
         finished = state.step >= loop.total
         due = finished or (state.step > 0 and train.save_every > 0 and state.step % train.save_every == 0)
         if (due or stopped) and not saved:
-            loop.watchdog.alive(f"saving step {state.step}")
+            loop.watchdog.alive(f"saving step {state.step}", patience=SAVE_PATIENCE)
             loop.save()
         else:
             loop.publish()

@@ -1,6 +1,7 @@
 """`automimo train`: from a recipe to a finished run folder."""
 
 from contextlib import ExitStack, closing
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from automimo.checkpoint.resume import tidy_steps
 from automimo.distributed.mesh import Meshes, build_meshes
 from automimo.distributed.watchdog import Watchdog
 from automimo.distributed.world import World, exchange_texts, main_first, on_main, open_world, together
-from automimo.errors import DataError
+from automimo.errors import ConfigError, DataError
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
 from automimo.mimo_v2_flash.source import config_values
 from automimo.parallelize import compile_blocks
@@ -26,6 +27,7 @@ from automimo.training.recipe import Recipe, check_schedule
 from automimo.training.recipe_file import dump_recipe
 from automimo.training.run_folder import RunFolder, find_checkpoint
 from automimo.training.setup import (
+    Data,
     build_model,
     build_shard,
     check_source,
@@ -46,6 +48,10 @@ from automimo.training.state import (
 from automimo.training.stop import stop_on_signals
 from automimo.training.summary import ModelSize, describe, model_size, total_steps
 
+# How many times parallel.timeout reading a model, or exporting it, may take: hours for the largest ones, in which
+# nothing tells that they go on.
+LONG_PHASE = 12
+
 
 def run_training(recipe: Recipe, *, dry_run: bool = False, console: Console | None = None) -> int:
     """Train as `recipe` says; returns the exit code: 0 when the run is complete, 143 or 130 when it saved and stopped
@@ -64,9 +70,8 @@ def run_training(recipe: Recipe, *, dry_run: bool = False, console: Console | No
     if dry_run:
         _dry_run(recipe, folder, console)
         return 0
-    # The watchdog comes first: a collective that fails says less than the stacks of all ranks.
     timeout = recipe.parallel.timeout
-    with open_world(timeout + 60) as world, Watchdog(timeout if world.size > 1 else None) as watchdog:
+    with open_world(collective_timeout(recipe)) as world, Watchdog(timeout if world.size > 1 else None) as watchdog:
         if not world.is_main:
             console = Console(quiet=True)
         with ExitStack() as stack:
@@ -74,6 +79,11 @@ def run_training(recipe: Recipe, *, dry_run: bool = False, console: Console | No
                 if world.is_main:
                     stack.enter_context(folder.locked())
             return _train(recipe, folder, console, world, watchdog)
+
+
+def collective_timeout(recipe: Recipe) -> float:
+    """Seconds. Longer than the watchdog's patience: a collective that fails says less than the stacks of all ranks."""
+    return recipe.parallel.timeout * LONG_PHASE + 60
 
 
 def _dry_run(recipe: Recipe, folder: RunFolder, console: Console) -> None:
@@ -100,7 +110,8 @@ def _dry_run(recipe: Recipe, folder: RunFolder, console: Console) -> None:
 
 
 def _train(recipe: Recipe, folder: RunFolder, console: Console, world: World, watchdog: Watchdog) -> int:
-    watchdog.alive("reading the data and the model")
+    watchdog.alive("reading the data and the model", patience=LONG_PHASE)
+    _check_same_recipe(recipe)
     checkpoint = _agreed_checkpoint(recipe)
     saved = None
     with together("reading the checkpoint"):
@@ -111,19 +122,19 @@ def _train(recipe: Recipe, folder: RunFolder, console: Console, world: World, wa
         source = main_first(
             "making the model folder", lambda: stack.enter_context(model_folder(recipe, folder, write=True))
         )
+        meshes = _meshes(recipe, source, world)
         with together("reading the data"):
             data = load_data(recipe, load_fitting_tokenizer(source))
             total = total_steps(recipe, data)
             check_schedule(recipe.optim, total)
         seed_everything(recipe.train.seed)
-        meshes = _meshes(recipe, source, world)
         model = _model(recipe, source, meshes, world, load_weights=checkpoint is None)
         trainable, _ = select_trainable(model, recipe.model, recipe.moe)
         size = model_size(model, trainable)
         # Sharded parameters are fp32 masters themselves: FSDP rounds what it gathers.
         masters = MasterWeights(model, getattr(torch, recipe.model.dtype) if meshes is None else torch.float32)
         state = TrainingState(model, masters, make_optimizer(masters.trainable, recipe.optim), data.train)
-        _check_same_data(state)
+        _check_same_data(data)
         if saved is not None and checkpoint is not None:
             check_steps(saved, total, checkpoint)
             restore(state, checkpoint)
@@ -137,7 +148,8 @@ def _train(recipe: Recipe, folder: RunFolder, console: Console, world: World, wa
                 _prepare(recipe, folder, None if own else checkpoint)
         with ExitStack() as open_files:
             stop = open_files.enter_context(stop_on_signals(world.size))
-            metrics = open_files.enter_context(closing(_metrics(folder, state.step, checkpoint, world)))
+            with together("opening metrics.jsonl"):
+                metrics = open_files.enter_context(closing(_metrics(folder, state.step, checkpoint, world)))
             display = open_files.enter_context(closing(step_display(console, state.step, total)))
             saver = Saver(state, recipe, folder.checkpoints)
             open_files.callback(saver.discard)  # after an error; otherwise nothing is pending then
@@ -149,7 +161,7 @@ def _train(recipe: Recipe, folder: RunFolder, console: Console, world: World, wa
         if stop:
             _say(console, f"stopped  at step {state.step}, saved; run the same command to go on")
             return stop.exit_code
-        watchdog.alive("exporting the model")
+        watchdog.alive("exporting the model", patience=LONG_PHASE)
         _finish(recipe, folder, source, console, state, size)
     return 0
 
@@ -164,7 +176,7 @@ def _meshes(recipe: Recipe, source: Path, world: World) -> Meshes | None:
     """None in a process that is alone: its model needs none of what makes many parts one."""
     n_experts = config_values(source).get("n_routed_experts")
     sizes = parallel_sizes(recipe, world.size, n_experts)
-    return None if world.size == 1 else build_meshes(sizes, world.device.type)
+    return None if world.size == 1 else build_meshes(sizes, world.device.type, collective_timeout(recipe))
 
 
 def _model(
@@ -178,9 +190,22 @@ def _model(
     return build_shard(recipe, source, meshes, load_weights=load_weights, device=world.device)
 
 
-def _check_same_data(state: TrainingState) -> None:
-    """Every rank takes its rows from a stream of its own, so the streams have to be the same."""
-    prints = exchange_texts(state.data_fingerprint)
+def _check_same_recipe(recipe: Recipe) -> None:
+    """Ranks with other recipes would take other turns and wait for each other for ever."""
+    texts = exchange_texts(dump_recipe(recipe))
+    others = [rank for rank, text in enumerate(texts) if text != texts[0]]
+    if others:
+        line = next((a, b) for a, b in zip_longest(texts[0].splitlines(), texts[others[0]].splitlines()) if a != b)
+        raise ConfigError(
+            f"the recipe of rank {others[0]} is not that of rank 0 ({line[0]!r} there, {line[1]!r} here): start all "
+            "processes with the same file and the same KEY=VALUE"
+        )
+
+
+def _check_same_data(data: Data) -> None:
+    """Every rank takes its rows from streams of its own, so the streams have to be the same."""
+    streams = [data.train, *([] if data.validation is None else [data.validation])]
+    prints = exchange_texts(" ".join(stream.fingerprint() for stream in streams))
     others = [rank for rank, text in enumerate(prints) if text != prints[0]]
     if others:
         raise DataError(
