@@ -41,6 +41,7 @@ def test_there_and_back(tiny_model: Path, tmp_path: Path) -> None:
         assert torch.equal(value.view(torch.uint8), stored[key].view(torch.uint8)), key
 
 
+@pytest.mark.slow
 def test_refusals(tiny_model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     check_readable_failure(run_cli("convert", tiny_model, out), "either --to")
@@ -87,6 +88,7 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_an_interrupted_conversion_goes_on(tiny_model: Path, tmp_path: Path, number: signal.Signals) -> None:
     words = ["convert", str(tiny_model), str(tmp_path / "out"), "--to", "bf16"]

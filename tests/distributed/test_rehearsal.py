@@ -174,10 +174,7 @@ CASES = {
 
 
 FAST: dict[int, set[str]] = {
-    2: {
-        *("dp", "dp, accumulation 3", "dp, accumulation 3, sync at every micro-batch", "dp, kept, accumulation 3"),
-        *("ep, bf16, accumulation 3", "ep, full checkpointing", "ep, selective checkpointing, accumulation 3"),
-    },
+    2: {"dp, accumulation 3", "ep, full checkpointing"},
     4: set(),
 }
 

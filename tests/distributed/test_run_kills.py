@@ -119,6 +119,7 @@ def test_killed_at_random_moments(runs: Starter, runs_folder: Path, layout: str,
     assert_identical_runs(runs.output, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )

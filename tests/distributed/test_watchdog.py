@@ -92,6 +92,7 @@ with Watchdog(timeout_s={timeout}, grace_s=1) as watchdog:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nap", [SLEEP, SLEEP_WITH_THE_LOCK])
 def test_it_ends_a_process_whatever_that_is_blocked_in(tmp_path: Path, nap: str) -> None:
     done = run(tmp_path, 1, ALONE.format(nap=nap, timeout=0.5))
