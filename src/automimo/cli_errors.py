@@ -39,22 +39,34 @@ def exit_code_of(work: Callable[[], int | None], *, debug: bool) -> int:
     """Run `work` and return the exit code: its own (None is 0), or that of what it raised.
 
     With `debug` the traceback comes before the message; without it there is none, whatever was raised. A process that
-    is one of several ends here when it fails, see `_end_rank`.
+    is one of several ends here, whether it fails (see `_end_rank`) or not.
     """
     try:
-        return work() or 0
+        code = work() or 0
+        if _is_rank():
+            # Without the interpreter's clean-up, like a rank that failed: it takes a second, and threads of a
+            # communication library that meet it abort the process now and then, after all work is done.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        return code
     except BrokenPipeError:
         # The reader of our output is gone (`| head`): nobody is left to tell. Python would complain once more when it
         # flushes stdout at exit, so it gets somewhere to flush to.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - the last place where it can become a message
-        if os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ:
+        if _is_rank():
             _end_rank(os.environ["RANK"], error, debug)
         if debug:
             traceback.print_exc()
         print(_message(error, debug), file=sys.stderr, flush=True)
         return INTERRUPTED if isinstance(error, KeyboardInterrupt) else FAILED
+
+
+def _is_rank() -> bool:
+    """Whether this process is one of several."""
+    return os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
 
 
 def _end_rank(rank: str, error: BaseException, debug: bool) -> NoReturn:

@@ -4,6 +4,7 @@ Every function here also works in a process that is alone and never made a proce
 what it would do for one rank. What is exchanged is small and lies on the CPU (gloo, also where the model uses nccl).
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,6 +77,8 @@ def open_world(timeout_s: float) -> Iterator[World]:
         if device.type != "cuda":
             dist.destroy_process_group()
         raise
+    # Models refer to themselves in circles and with that to groups of their meshes: let go of them while they live.
+    gc.collect()
     dist.destroy_process_group()
 
 
