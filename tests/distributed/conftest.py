@@ -9,7 +9,7 @@ from run_calls import Starter, make_base, shared
 
 @pytest.fixture(scope="session")
 def runs_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of all workers of this session; `run_calls.reference` makes undisturbed runs there, each once."""
+    """One for all pytest workers; `run_calls.reference` makes undisturbed runs there, each once."""
     return shared(tmp_path_factory.getbasetemp())
 
 

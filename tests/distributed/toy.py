@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
+from ragged_examples import ragged_examples
 from tiny_text import VOCAB, tiny_config, tiny_model
 from torch import Tensor
 
 from automimo.backend import BackendConfig
-from automimo.data import DataStream, Example
+from automimo.data import DataStream
 from automimo.data.batches import NO_TARGET, Batch, share_rows
 from automimo.distributed.mesh import build_meshes, infer_sizes
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
@@ -101,14 +101,7 @@ def make_model(case: Case) -> MiMoV2FlashForCausalLM:
 
 def stream(seed: int = 0, count: int = 60, row: int = 24) -> DataStream:
     """Documents of 2 to `row` tokens, two or three to a row, with a random share of targets."""
-    rng = np.random.default_rng(seed)
-    examples = []
-    for number in range(count):
-        n = int(rng.integers(2, row + 1))
-        mask = rng.random(n) < rng.random()
-        mask[-1] = True
-        examples.append(Example(rng.integers(0, VOCAB, n).astype(np.int32), mask, f"doc:{number}"))
-    return DataStream(examples, sequence_length=row)
+    return DataStream(ragged_examples(VOCAB, count, row, seed), sequence_length=row)
 
 
 def batches(data: DataStream, case: Case, rank: int, ranks: int) -> list[Batch]:

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from ragged_examples import ragged_examples
 from torch import nn
 from torch.nn import functional as F
 
 from automimo.backend import BackendConfig
-from automimo.data import DataStream, Example
+from automimo.data import DataStream
 from automimo.errors import TrainingError
 from automimo.moe import MoE, MoEConfig, MoEFSDPSyncMixin, attach_aux_loss
 from automimo.training.evaluation import evaluate
@@ -63,14 +64,7 @@ class StandIn(nn.Module, MoEFSDPSyncMixin):
 
 def ragged_stream(count: int = 23, row: int = 12, seed: int = 0) -> DataStream:
     """Documents of 2 to `row` tokens with a random share of targets."""
-    rng = np.random.default_rng(seed)
-    examples = []
-    for number in range(count):
-        n = int(rng.integers(2, row + 1))
-        mask = rng.random(n) < rng.random()
-        mask[-1] = True
-        examples.append(Example(rng.integers(0, VOCABULARY, n).astype(np.int32), mask, f"doc:{number}"))
-    return DataStream(examples, sequence_length=row, epochs=1)
+    return DataStream(ragged_examples(VOCABULARY, count, row, seed), sequence_length=row, epochs=1)
 
 
 def make(aux_loss: float = 0.0, bias_speed: float = 0.0, dtype: torch.dtype = torch.float32):
