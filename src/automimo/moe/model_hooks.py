@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from automimo.distributed.world import is_distributed
 from automimo.moe.layer import MoE
 
 
@@ -64,7 +65,7 @@ def expert_load(model: nn.Module) -> Tensor:
 def sum_expert_load(model: nn.Module) -> None:
     """Add up the recorded load over all ranks, in one all-reduce; without a process group it is complete already."""
     gates = [layer.gate for layer in moe_layers(model).values()]
-    if not gates or not (dist.is_available() and dist.is_initialized()):
+    if not gates or not is_distributed():
         return
     total_LE = torch.stack([gate.expert_load for gate in gates])
     dist.all_reduce(total_LE)

@@ -88,9 +88,9 @@ def train_step(
 def _accumulate(model: nn.Module, micro_batches: Sequence[Batch], targets: int, loss_chunk: int) -> list[float]:
     """Sum the gradients of the micro-batches; the loss of each."""
     device = next(model.parameters()).device
+    assert isinstance(model, MoEFSDPSyncMixin)
     sums = []
     for number, batch in enumerate(micro_batches, 1):
-        assert isinstance(model, MoEFSDPSyncMixin)
         if number < len(micro_batches):
             model.prepare_for_grad_accumulation()
         else:
