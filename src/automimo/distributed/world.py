@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from automimo.distributed.rendezvous import open_store
 from automimo.errors import AutoMiMoError, ConfigError, DistributedError
 
 T = TypeVar("T")
@@ -69,9 +70,11 @@ def open_world(timeout_s: float) -> Iterator[World]:
             "automimo train --nproc N"
         )
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    store, rank, size = open_store(timeout)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+        yield World(rank, size, local_rank, device)
     except BaseException:
         # nccl may wait here for collectives that the others never join, and the message would not come out.
         if device.type != "cuda":
