@@ -1,4 +1,5 @@
-"""From a model to one rank's part of it: experts, activation checkpointing, compilation, FSDP2, in this order."""
+"""From a model to one rank's part of it: experts, context, activation checkpointing, compilation, FSDP2, in this
+order."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from automimo.distributed.mesh import EP, EP_SHARD, Meshes
+from automimo.distributed.mesh import CP, EP, EP_SHARD, Meshes
 from automimo.errors import ConfigError
 from automimo.mimo_v2_flash.backbone import MiMoV2FlashBlock
 from automimo.mimo_v2_flash.layers import MiMoV2RMSNorm, SwiGLU
@@ -50,6 +51,8 @@ def parallelize(model: MiMoV2FlashForCausalLM, meshes: Meshes, config: ParallelC
     """
     _refuse(meshes, config)
     _share_experts(model, meshes, config)
+    for block in _blocks(model):
+        block.self_attn.setup_cp_attention(meshes.dense[CP])
     model.model.set_activation_checkpointing(config.activation_checkpointing)
     if config.compile:
         compile_blocks(model)
@@ -57,10 +60,8 @@ def parallelize(model: MiMoV2FlashForCausalLM, meshes: Meshes, config: ParallelC
 
 
 def _refuse(meshes: Meshes, config: ParallelConfig) -> None:
-    sizes = meshes.sizes
-    for name, size in (("context", sizes.context), ("pipeline", sizes.pipeline)):
-        if size > 1:
-            raise ConfigError(f"parallel.{name} is {size}; this version trains with data and expert parallelism only")
+    if meshes.sizes.pipeline > 1:
+        raise ConfigError(f"parallel.pipeline is {meshes.sizes.pipeline}; this version has no pipeline parallelism")
     if config.dtype not in (torch.float32, torch.bfloat16):
         raise ConfigError(f"model.dtype {config.dtype} cannot be trained; choose float32 or bfloat16")
 

@@ -12,7 +12,7 @@ from toy import Case, Outcome, assert_equal_training, one_process, several_proce
 
 from automimo.parallelize import ParallelConfig
 
-EP2, HSDP = {"expert": 2}, {"replicate": 2}
+EP2, HSDP, CP2 = {"expert": 2}, {"replicate": 2}, {"context": 2}
 QUIET = {"gate_bias_update_factor": 0.0, "aux_loss_coeff": 0.0}
 FULL, SELECTIVE = ParallelConfig(activation_checkpointing="full"), ParallelConfig(activation_checkpointing="selective")
 
@@ -37,6 +37,13 @@ CASES = {
         "experts that no token chooses": Case(EP2, dead_experts=True),
         "experts as a loop": Case(EP2, experts="torch"),
         "compiled": Case(EP2, ParallelConfig(compile=True, activation_checkpointing="full")),
+        "cp 2": Case(CP2, batch=2),
+        "cp 2 x ep 2, accumulation 3": Case({**CP2, **EP2}, batch=3),
+        "cp 2, full activation checkpointing": Case({**CP2, **EP2}, FULL, batch=2),
+        "cp 2, selective activation checkpointing": Case({**CP2, **EP2}, SELECTIVE, batch=2, clip=0.5),
+        "cp 2, micro-batches without a target": Case(CP2, masked=True, batch=3),
+        "cp 2, frozen parts": Case({**CP2, **EP2}, frozen=("experts", "embed"), sinks=False, batch=2),
+        "cp 2, sync at every micro-batch": Case(CP2, batch=3, defer_sync=False),
     },
     4: {
         "dp": Case(),
@@ -49,6 +56,13 @@ CASES = {
         "three ranks without a row": Case({"expert": 4}, batch=1),
         "ranks without a valid token": Case(EP2, masked=True),
         "full activation checkpointing": Case(EP2, FULL, batch=8),
+        "cp 2 x fsdp 2 x ep 4, accumulation 3": Case({**CP2, "expert": 4}, batch=6),
+        "cp 4": Case({"context": 4}, batch=2),
+        "cp 4 x ep 2": Case({"context": 4, **EP2}, batch=2),
+        "cp 2 x fsdp 2, accumulation 3, a rank short": Case(CP2, batch=5),
+        "cp 2 x hsdp 2 x ep 2": Case({**CP2, **HSDP, **EP2}),
+        "cp 2 x fsdp 2, a data rank without a row": Case({**CP2, **EP2}, batch=1),
+        "cp 2 x fsdp 2, full activation checkpointing": Case({**CP2, **EP2}, FULL, batch=4),
     },
 }
 
@@ -57,10 +71,14 @@ SLOW = {
         *("dp, accumulation 3", "a rank without a row in its last micro-batch", "kept gathered, no prefetch"),
         *("frozen experts and embedding, sinks frozen", "sync at every micro-batch", "offloaded", "experts as a loop"),
         *("full activation checkpointing", "experts that no token chooses", "compiled"),
+        *("cp 2, full activation checkpointing", "cp 2, selective activation checkpointing", "cp 2, frozen parts"),
+        *("cp 2", "cp 2, micro-batches without a target", "cp 2, sync at every micro-batch"),
     },
     4: {
         *("dp", "hsdp", "ep 2 x fsdp 2", "hsdp, accumulation 3, a rank short", "ranks without a valid token"),
-        "full activation checkpointing",
+        *("full activation checkpointing", "cp 4", "cp 4 x ep 2", "cp 2 x fsdp 2, accumulation 3, a rank short"),
+        *("cp 2 x hsdp 2 x ep 2", "cp 2 x fsdp 2, a data rank without a row"),
+        "cp 2 x fsdp 2, full activation checkpointing",
     },
 }
 

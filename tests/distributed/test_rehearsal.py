@@ -18,11 +18,11 @@ from toy import EXPERTS, Case, make_model
 from automimo.data import DataStream, Example
 from automimo.distributed.mesh import build_meshes, infer_sizes
 from automimo.distributed.watchdog import Watchdog
-from automimo.distributed.world import World
 from automimo.parallelize import ParallelConfig, parallelize
 from automimo.training.loop import Loop, train_loop
 from automimo.training.metrics import NoMetrics
 from automimo.training.optimizer import make_optimizer
+from automimo.training.place import Place
 from automimo.training.precision import MasterWeights
 from automimo.training.progress import step_display
 from automimo.training.recipe import (
@@ -95,12 +95,13 @@ def real_step(rank: int, case: Case) -> Counts:
     """The collectives of the loop around one step. Before a step, and once more at the end, it asks who was stopped."""
     ranks = dist.get_world_size()
     model = make_model(case)
-    parallelize(model, build_meshes(infer_sizes(ranks, n_experts=EXPERTS, **case.mesh), "cpu"), case.config)
+    sizes = infer_sizes(ranks, n_experts=EXPERTS, **case.mesh)
+    parallelize(model, build_meshes(sizes, "cpu"), case.config)
     masters = MasterWeights(model, torch.float32)
     state = TrainingState(model, masters, make_optimizer(masters.trainable, OptimSection()), rows())
     console = Console(quiet=True)
     loop = Loop(
-        recipe(case), World(rank, ranks, rank, torch.device("cpu")), 1, None, NoMetrics(), step_display(console, 0, 1),
+        recipe(case), Place.of(rank, sizes), 1, None, NoMetrics(), step_display(console, 0, 1),
         StopRequest(shared=True), Watchdog(None), save=lambda: None, publish=lambda: None,
     )  # fmt: skip
     with CountCollectives() as counted:
@@ -115,12 +116,12 @@ def rehearsed(rank: int, ranks: int, case: Case) -> Counts:
             model = make_model(case)
         sizes = infer_sizes(ranks, n_experts=EXPERTS, **case.mesh)
         parallelize(model, build_meshes(sizes, "cpu"), case.config)
-        micro_batches = share_of_rank(model, case.batch, case.micro, ROW, rank, sizes.data)
+        micro_batches = share_of_rank(model, case.batch, case.micro, ROW, rank, sizes)
         collectives = count_traffic(model, micro_batches).collectives
     return Counter((c.kind, c.ranks, c.payload) for c in collectives)
 
 
-EP2, HSDP = {"expert": 2}, {"replicate": 2}
+EP2, HSDP, CP2 = {"expert": 2}, {"replicate": 2}, {"context": 2}
 QUIET = {"gate_bias_update_factor": 0.0, "aux_loss_coeff": 0.0}
 BF16 = ParallelConfig(dtype=torch.bfloat16)
 FULL, SELECTIVE = ParallelConfig(activation_checkpointing="full"), ParallelConfig(activation_checkpointing="selective")
@@ -156,6 +157,13 @@ CASES = {
         "ep, only experts, full checkpointing": Case(EP2, FULL, frozen=ALL_BUT_EXPERTS, sinks=False, moe=QUIET),
         "ep, only routers": Case(EP2, frozen=ALL_BUT_ROUTERS, sinks=False),
         "dp, frozen router": Case(frozen=("mlp.gate.",), moe=QUIET),
+        "cp": Case(CP2),
+        "cp x ep, full checkpointing, accumulation 3": Case({**CP2, **EP2}, FULL, batch=3),
+        "cp, selective checkpointing, no balance loss": Case(CP2, SELECTIVE, moe=QUIET),
+        "cp, bf16": Case(CP2, BF16),
+        "cp, the first layers frozen, full checkpointing": Case(CP2, FULL, frozen=("embed", "layers.0"), sinks=False),
+        "cp, only sinks": Case(CP2, frozen=("embed", "proj", "norm", "gate", "experts", "lm_head"), moe=QUIET),
+        "cp, only experts": Case({**CP2, **EP2}, frozen=ALL_BUT_EXPERTS, sinks=False, moe=QUIET),
     },
     4: {
         "dp": Case(),
@@ -168,13 +176,16 @@ CASES = {
         "ep 2 x fsdp 2, accumulation 3, full checkpointing": Case(EP2, FULL, batch=12),
         "ep 2 x fsdp 2, kept, bf16": Case(EP2, replace(BF16, reshard=False), batch=8),
         "hsdp x ep 2, micro-batches of 2 rows, one short": Case({"replicate": 2, "expert": 2}, batch=12, micro=2),
+        "cp 2 x fsdp 2 x ep 4, accumulation 2": Case({**CP2, "expert": 4}, batch=4),
+        "cp 4": Case({"context": 4}, batch=2),
+        "cp 2 x hsdp 2, a rank without a row": Case({**CP2, **HSDP}, batch=1),
         "a rank without a row": Case({"replicate": 2, "expert": 4}, batch=3),
     },
 }
 
 
 FAST: dict[int, set[str]] = {
-    2: {"dp, accumulation 3", "ep, full checkpointing"},
+    2: {"dp, accumulation 3", "ep, full checkpointing", "cp x ep, full checkpointing, accumulation 3"},
     4: set(),
 }
 
@@ -213,7 +224,7 @@ def test_every_collective_of_a_step_is_foreseen(size: int, name: str) -> None:
         rows_real += sum(payload * n for (kind, _, payload), n in counted.items() if kind == ALL_TO_ALL)
         rows_foreseen += sum(payload * n for (kind, _, payload), n in foreseen.items() if kind == ALL_TO_ALL)
     assert rows_real == rows_foreseen
-    assert (rows_real > 0) == (case.mesh.get("expert", 1) > 1)
+    assert (rows_real > 0) == ("expert" in case.mesh or "context" in case.mesh)
 
 
 def without_rows(counts: Counts) -> Counts:

@@ -3,7 +3,7 @@
 `one_process` is the reference: no process group, no FSDP, no expert parallelism, the same global batches.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
 from automimo.moe import expert_load, moe_layers
 from automimo.parallelize import ParallelConfig, parallelize
 from automimo.training.optimizer import make_optimizer
+from automimo.training.place import Place
 from automimo.training.precision import MasterWeights
 from automimo.training.recipe import OptimSection
 from automimo.training.step import train_step
@@ -27,11 +28,17 @@ from automimo.training.step import train_step
 EXPERTS = 8
 
 
+def stream(seed: int = 0, count: int = 60, row: int = 24) -> DataStream:
+    """Documents of 2 to `row` tokens, two or three to a row, with a random share of targets."""
+    return DataStream(ragged_examples(VOCAB, count, row, seed), sequence_length=row)
+
+
 @dataclass(frozen=True)
 class Case:
     """mesh: arguments of infer_sizes. batch: rows per step. micro: rows per forward pass of a rank. masked: rows with
     an odd number have no target. frozen: parts of names that are not trained. unused: with a layer that forward never
-    calls. dead_experts: the routers' bias keeps tokens from half of the experts. experts: backend of the matmul."""
+    calls. dead_experts: the routers' bias keeps tokens from half of the experts. experts: backend of the matmul. data:
+    where the rows come from. model: changes of the config."""
 
     mesh: dict[str, int] = field(default_factory=dict)
     config: ParallelConfig = field(default_factory=ParallelConfig)
@@ -46,6 +53,8 @@ class Case:
     sinks: bool = True
     frozen: tuple[str, ...] = ()
     clip: float | None = None
+    data: Callable[[], DataStream] = stream
+    model: dict[str, Any] = field(default_factory=dict)
     moe: dict[str, Any] = field(default_factory=lambda: {"gate_bias_update_factor": 0.01, "aux_loss_coeff": 0.02})
 
 
@@ -65,7 +74,7 @@ class Outcome:
 def one_process(case: Case) -> Outcome:
     """The reference: all rows here, as micro-batches of `case.micro`."""
     model = make_model(case)
-    return _train(model, case, rank=0, ranks=1)
+    return _train(model, case, Place())
 
 
 def several_processes(rank: int, cases: Sequence[Case]) -> list[Outcome]:
@@ -79,12 +88,12 @@ def _parallel(rank: int, case: Case) -> Outcome:
     model = make_model(case)
     sizes = infer_sizes(dist.get_world_size(), n_experts=EXPERTS, **case.mesh)
     parallelize(model, build_meshes(sizes, "cpu"), case.config)
-    return _train(model, case, rank, dist.get_world_size())
+    return _train(model, case, Place.of(rank, sizes))
 
 
 def make_model(case: Case) -> MiMoV2FlashForCausalLM:
     backend = BackendConfig(experts=case.experts, enable_fsdp_optimizations=case.defer_sync)
-    model = tiny_model(tiny_config(n_routed_experts=EXPERTS), moe=case.moe, backend=backend)
+    model = tiny_model(tiny_config(n_routed_experts=EXPERTS, **case.model), moe=case.moe, backend=backend)
     with torch.no_grad():
         for layer in moe_layers(model).values():
             layer.gate.weight *= 20  # scores far apart, see `_margin`
@@ -99,39 +108,34 @@ def make_model(case: Case) -> MiMoV2FlashForCausalLM:
     return model
 
 
-def stream(seed: int = 0, count: int = 60, row: int = 24) -> DataStream:
-    """Documents of 2 to `row` tokens, two or three to a row, with a random share of targets."""
-    return DataStream(ragged_examples(VOCAB, count, row, seed), sequence_length=row)
-
-
-def batches(data: DataStream, case: Case, rank: int, ranks: int) -> list[Batch]:
+def batches(data: DataStream, case: Case, place: Place) -> list[Batch]:
     """The micro-batches of one step for one rank."""
     rows = list(enumerate(data.next_rows(case.batch)))
     result = []
-    for mine in share_rows(rows, case.micro, rank, ranks):
+    for mine in share_rows(rows, case.micro, place.data_rank, place.data_ranks):
         batch = data.batch([row for _, row in mine])
         if case.masked and mine and all(number % 2 for number, _ in mine):
             batch = replace(batch, targets=torch.full_like(batch.targets, NO_TARGET), valid_targets=0)
-        result.append(batch)
+        result.append(place.tokens_of(batch))
     return result
 
 
-def _train(model: MiMoV2FlashForCausalLM, case: Case, rank: int, ranks: int) -> Outcome:
+def _train(model: MiMoV2FlashForCausalLM, case: Case, place: Place) -> Outcome:
     outcome = Outcome()
     masters = MasterWeights(model, torch.float32)
     optimizer = make_optimizer(masters.trainable, OptimSection(lr=3e-3))
     margins: list[float] = []
-    for layer in moe_layers(model).values() if ranks == 1 else ():
+    for layer in moe_layers(model).values() if place == Place() else ():
         layer.gate.register_forward_hook(lambda gate, inputs, _: margins.append(_margin(gate, inputs[0])))
     optimizer.register_step_pre_hook(
         lambda *_: outcome.gradients.append(
             {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         )
     )
-    data = stream()
+    data = case.data()
     for step in range(1, case.steps + 1):
         result = train_step(
-            model, masters, optimizer, batches(data, case, rank, ranks),
+            model, masters, optimizer, batches(data, case, place),
             lr_factor=1.0, clip_norm=case.clip, loss_chunk=16,
             update_bias=case.moe["gate_bias_update_factor"] > 0, step=step,
         )  # fmt: skip

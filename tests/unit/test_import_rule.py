@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "lazy": set(),
     # Ground floor: nothing of the model, nothing of each other but what stays in fp32.
-    "attention": set(),
+    "attention": {"distributed", "fp32"},
     "distributed": set(),
     "checkpoint": {"distributed"},
     "fp32": set(),

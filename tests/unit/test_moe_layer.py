@@ -5,6 +5,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from automimo.moe import (
+    Documents,
     Gate,
     MoE,
     attach_aux_loss,
@@ -66,8 +67,8 @@ def test_padding_goes_nowhere_and_counts_nowhere():
     padding[rows] = False
     noisy[padding] = torch.nan
     noisy.requires_grad_()
-    y, stats = layer(noisy, token_indices=rows, document_ids=documents)
-    alone, stats_alone = layer(x[rows], document_ids=documents[rows])
+    y, stats = layer(noisy, token_indices=rows, documents=Documents(documents, 3))
+    alone, stats_alone = layer(x[rows], documents=Documents(documents[rows], 3))
     assert torch.equal(y[rows], alone)
     assert torch.equal(y[padding], torch.zeros(13, 16))
     assert stats.load_E.sum() == 7 * 2
@@ -83,7 +84,7 @@ def test_no_real_token_at_all(backend):
     layer = make_moe(backend, aux_loss_coeff=0.1)
     x = torch.randn(3, 16, requires_grad=True)
     none = torch.zeros(0, dtype=torch.int64)
-    y, stats = layer(x, token_indices=none, document_ids=torch.zeros(3, dtype=torch.int64))
+    y, stats = layer(x, token_indices=none, documents=Documents(torch.zeros(3, dtype=torch.int64), 1))
     attach_aux_loss(y, stats.aux_loss, 1.0).sum().backward()
     assert torch.equal(y, torch.zeros(3, 16))
     assert stats.load_E.sum() == 0
@@ -124,7 +125,7 @@ def test_aux_gradient_is_the_same_for_one_batch_and_for_micro_batches():
     for cuts in ([(0, 30)], [(0, 4), (4, 20), (20, 30)], [(0, 20), (20, 30)]):
         layer.zero_grad()
         for a, b in cuts:
-            y, stats = layer(x[a:b], document_ids=documents[a:b])
+            y, stats = layer(x[a:b], documents=Documents(documents[a:b], 3))
             (attach_aux_loss(y, stats.aux_loss, layer.aux_loss_scale).square().sum() / 30).backward()
         grads.append(layer.gate.weight.grad.clone())
     torch.testing.assert_close(grads[1], grads[0])
@@ -210,8 +211,8 @@ def test_a_cast_model_routes_as_before():
 class NoisyGate(Gate):
     """A router that is never the same twice, as if its matmul were nondeterministic, only worse."""
 
-    def forward(self, x_TD, document_ids=None):
-        return super().forward(x_TD + torch.randn_like(x_TD), document_ids)
+    def forward(self, x_TD, documents=None, context=None):
+        return super().forward(x_TD + torch.randn_like(x_TD), documents, context)
 
 
 def _run_checkpointed(layer, x, context_fn):

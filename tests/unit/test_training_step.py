@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from automimo.backend import BackendConfig
 from automimo.data import DataStream
 from automimo.errors import TrainingError
-from automimo.moe import MoE, MoEConfig, MoEFSDPSyncMixin, attach_aux_loss
+from automimo.moe import Documents, MoE, MoEConfig, MoEFSDPSyncMixin, attach_aux_loss
 from automimo.training.evaluation import evaluate
 from automimo.training.optimizer import make_optimizer
 from automimo.training.precision import MasterWeights
@@ -50,11 +50,14 @@ class StandIn(nn.Module, MoEFSDPSyncMixin):
         self.moe = MoE(config, "torch")
         self.head = nn.Linear(8, VOCABULARY, bias=False)
 
-    def forward(self, input_ids, *, position_ids, cu_seqlens, padding_mask, qkv_format, targets, loss_chunk):
+    def forward(
+        self, input_ids, *, position_ids, cu_seqlens, padding_mask, cp_size, cp_rank, qkv_format, targets, loss_chunk
+    ):
+        assert (cp_size, cp_rank) == (1, 0)
         assert qkv_format == "thd" and loss_chunk == 5 and padding_mask is None
         x = self.embed(input_ids)
         documents = torch.repeat_interleave(torch.arange(len(cu_seqlens) - 1), cu_seqlens.diff().long())
-        y, stats = self.moe(x, document_ids=documents)
+        y, stats = self.moe(x, documents=Documents(documents, len(cu_seqlens) - 1))
         if self.training:
             self.moe.gate.record(stats)
             y = attach_aux_loss(y, stats.aux_loss, self.moe.aux_loss_scale)

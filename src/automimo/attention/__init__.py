@@ -1,7 +1,18 @@
 """Attention over packed documents, as plain functions: one entry, several backends, and a cache for generation."""
 
 from automimo.attention.cache import KVCache
+from automimo.attention.context import ContextAttention, SharedLayout, share_layout
 from automimo.attention.dispatch import attend, available_backends
 from automimo.attention.layout import DenseLayout, DocumentLayout, build_layout
 
-__all__ = ["DenseLayout", "DocumentLayout", "KVCache", "attend", "available_backends", "build_layout"]
+__all__ = [
+    "ContextAttention",
+    "DenseLayout",
+    "DocumentLayout",
+    "KVCache",
+    "SharedLayout",
+    "attend",
+    "available_backends",
+    "build_layout",
+    "share_layout",
+]

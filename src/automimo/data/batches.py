@@ -6,7 +6,7 @@ Letters: T tokens of a batch, D documents in it.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -31,6 +31,8 @@ class Batch:
     valid_targets: targets that are not -100. tokens: T without padding. origins: where each of the D documents is from.
     padding_mask: bool [T], True at places that are no tokens: they are routed to no expert and counted nowhere; None
         where there are none.
+    cp_size, cp_rank: of a batch of which several ranks have a share, T and the counts are those of this rank's share,
+        and cu_seqlens are those of the whole stream.
     """
 
     input_ids: torch.Tensor
@@ -41,18 +43,18 @@ class Batch:
     tokens: int
     origins: tuple[str, ...]
     padding_mask: torch.Tensor | None = None
+    cp_size: int = 1
+    cp_rank: int = 0
 
     def to(self, device: torch.device | str) -> "Batch":
         """The same batch with its tensors on `device`."""
-        return Batch(
-            self.input_ids.to(device, non_blocking=True),
-            self.targets.to(device, non_blocking=True),
-            self.position_ids.to(device, non_blocking=True),
-            self.cu_seqlens.to(device, non_blocking=True),
-            self.valid_targets,
-            self.tokens,
-            self.origins,
-            None if self.padding_mask is None else self.padding_mask.to(device, non_blocking=True),
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            targets=self.targets.to(device, non_blocking=True),
+            position_ids=self.position_ids.to(device, non_blocking=True),
+            cu_seqlens=self.cu_seqlens.to(device, non_blocking=True),
+            padding_mask=None if self.padding_mask is None else self.padding_mask.to(device, non_blocking=True),
         )
 
 
@@ -113,6 +115,37 @@ def idle_batch() -> Batch:
         tokens=0,
         origins=(),
         padding_mask=torch.ones(1, dtype=torch.bool),
+    )
+
+
+def pad_documents(batch: Batch, multiple: int) -> Batch:
+    """The batch with padding behind every document whose length is not a multiple of `multiple`.
+
+    Padding comes last in its document, so causal attention shows it to no token; it has no target, and counts of
+    tokens stay what they are. The rows of a plan are not planned with it: which documents share a row, and so the
+    order of the data, is the same for every number of ranks.
+    """
+    lengths = batch.cu_seqlens.diff().long()
+    padded = (lengths + multiple - 1) // multiple * multiple
+    if torch.equal(lengths, padded):
+        return batch
+    ends = padded.cumsum(0)
+    shifts = (ends - padded) - batch.cu_seqlens[:-1]  # of the tokens of each document, by the padding before it
+    places = torch.arange(len(batch.input_ids)) + shifts.repeat_interleave(lengths)
+    total = int(ends[-1])
+    starts = (ends - padded).repeat_interleave(padded, output_size=total)
+
+    def spread(values: torch.Tensor, fill: int) -> torch.Tensor:
+        return values.new_full((total,), fill).index_copy_(0, places, values)
+
+    old = torch.zeros(len(places), dtype=torch.bool) if batch.padding_mask is None else batch.padding_mask
+    return replace(
+        batch,
+        input_ids=spread(batch.input_ids, 0),
+        targets=spread(batch.targets, NO_TARGET),
+        position_ids=torch.arange(total) - starts,
+        cu_seqlens=torch.cat([ends.new_zeros(1), ends]).to(torch.int32),
+        padding_mask=spread(old, True),
     )
 
 

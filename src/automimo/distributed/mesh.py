@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from automimo.errors import ConfigError
 
 PP, DP_REPLICATE, DP_SHARD, CP = "pp", "dp_replicate", "dp_shard", "cp"
+DP_SHARD_CP = "dp_shard_cp"
 EP_SHARD, EP = "ep_shard", "ep"
 
 
@@ -112,22 +113,14 @@ def infer_sizes(
 
 @dataclass(frozen=True)
 class Meshes:
-    """dense: (pp, dp_replicate, dp_shard, cp) over all ranks. expert: (ep_shard, ep) over the ranks of our stage; with
-    one expert-parallel rank None, since experts are then sharded as everything else is."""
+    """dense: (pp, dp_replicate, dp_shard, cp) over all ranks. fsdp: what FSDP shards over, (dp_shard_cp) or, with
+    replicas, (dp_replicate, dp_shard_cp), over the ranks of our stage. expert: (ep_shard, ep) over the same; with one
+    expert-parallel rank None, since experts are then sharded as everything else is."""
 
     sizes: ParallelSizes
     dense: DeviceMesh
+    fsdp: DeviceMesh
     expert: DeviceMesh | None
-
-    @property
-    def fsdp(self) -> DeviceMesh:
-        """What FSDP shards over: (dp_shard_cp) or, with replicas, (dp_replicate, dp_shard_cp)."""
-        shard = self.dense[DP_SHARD, CP]._flatten("dp_shard_cp") if self.sizes.context > 1 else self.dense[DP_SHARD]
-        if self.sizes.replicate == 1:
-            return shard
-        if self.sizes.context > 1:
-            return self.dense[DP_REPLICATE, "dp_shard_cp"]
-        return self.dense[DP_REPLICATE, DP_SHARD]
 
 
 def build_meshes(sizes: ParallelSizes, device_type: str, timeout_s: float | None = None) -> Meshes:
@@ -135,24 +128,24 @@ def build_meshes(sizes: ParallelSizes, device_type: str, timeout_s: float | None
 
     `timeout_s`: of the collectives in them; torch gives new groups its own default, not that of the default group.
     """
-    names = (PP, DP_REPLICATE, DP_SHARD, CP)
-    dense = init_device_mesh(
-        device_type, (sizes.pipeline, sizes.replicate, sizes.shard, sizes.context), mesh_dim_names=names
-    )
-    _set_timeout(dense, timeout_s)
+
+    def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        made = init_device_mesh(device_type, (sizes.pipeline, *shape), mesh_dim_names=(PP, *names))
+        if timeout_s is not None:
+            for dim in range(made.ndim):
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), made.get_group(dim))
+        return made
+
+    dense = mesh((sizes.replicate, sizes.shard, sizes.context), (DP_REPLICATE, DP_SHARD, CP))
+    shards, shard_name = dense, DP_SHARD
+    if sizes.context > 1:
+        # Of its own: torch cannot slice a mesh by a dimension that was flattened and one that was not.
+        shards, shard_name = mesh((sizes.replicate, sizes.dense_shards), (DP_REPLICATE, DP_SHARD_CP)), DP_SHARD_CP
+    fsdp = shards[shard_name] if sizes.replicate == 1 else shards[DP_REPLICATE, shard_name]
     if sizes.expert == 1:
-        return Meshes(sizes, dense, None)
-    experts = init_device_mesh(
-        device_type, (sizes.pipeline, sizes.expert_shard, sizes.expert), mesh_dim_names=(PP, EP_SHARD, EP)
-    )
-    _set_timeout(experts, timeout_s)
-    return Meshes(sizes, dense, experts[EP_SHARD, EP])
-
-
-def _set_timeout(mesh: DeviceMesh, timeout_s: float | None) -> None:
-    if timeout_s is not None:
-        for dim in range(mesh.ndim):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), mesh.get_group(dim))
+        return Meshes(sizes, dense, fsdp, None)
+    experts = mesh((sizes.expert_shard, sizes.expert), (EP_SHARD, EP))
+    return Meshes(sizes, dense, fsdp, experts[EP_SHARD, EP])
 
 
 def _ranks(world: int) -> str:

@@ -20,7 +20,15 @@ from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
 from automimo.mimo_v2_flash.layers import MiMoV2FlashRotaryEmbedding, MiMoV2RMSNorm, SwiGLU
 from automimo.mimo_v2_flash.masks import causal_mask_mapping
 from automimo.mimo_v2_flash.stream import Stream, batch_stream, packed_stream
-from automimo.moe import MoE, MoEConfig, RouterStats, attach_aux_loss, router_frozen_contexts, selective_contexts
+from automimo.moe import (
+    Documents,
+    MoE,
+    MoEConfig,
+    RouterStats,
+    attach_aux_loss,
+    router_frozen_contexts,
+    selective_contexts,
+)
 
 ACTIVATION_CHECKPOINTING = ("none", "full", "selective")
 
@@ -80,7 +88,7 @@ class MiMoV2FlashBlock(nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         layout: Layout | None,
         routed: Tensor | None,
-        document_ids: Tensor | None,
+        documents: Documents | None,
         cache: KVCache | None = None,
     ) -> tuple[Tensor, RouterStats | None]:
         """x_TD [T, D] -> x_TD and, for an MoE, what its router counted."""
@@ -88,7 +96,9 @@ class MiMoV2FlashBlock(nn.Module):
         normed_TD = self.post_attention_layernorm(x_TD)
         if not isinstance(self.mlp, MoE):
             return x_TD + self.mlp(normed_TD), None
-        y_TD, stats = self.mlp(normed_TD, token_indices=routed, document_ids=document_ids)
+        y_TD, stats = self.mlp(
+            normed_TD, token_indices=routed, documents=documents, context=self.self_attn.context_group
+        )
         return x_TD + y_TD, stats
 
     @torch.no_grad()
@@ -180,7 +190,7 @@ class MiMoV2FlashModel(nn.Module):
         max_seqlen: int | Tensor | None = None,
         qkv_format: str | None = None,
         cp_size: int = 1,
-        cp_rank: int = 0,  # noqa: ARG002
+        cp_rank: int = 0,
         cache: KVCache | None = None,
         collect: list[Tensor] | None = None,
         **kwargs: Any,  # noqa: ARG002 - loaders add keys of their own
@@ -193,26 +203,42 @@ class MiMoV2FlashModel(nn.Module):
         `cache` is filled by a first call with the prompts and read by later calls with one token per sequence.
         `collect` receives the hidden states before every block and after the last norm.
 
+        Where `setup_cp_attention` has joined the layers of `cp_size` ranks, the tokens are the share of rank `cp_rank`
+        of a packed stream and `cu_seqlens` the boundaries of the whole one, as in a batch from `make_cp_batch_for_te`.
+
         Raises ValueError when the inputs contradict each other.
         """
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens is None:
             raise ValueError("pass input_ids or inputs_embeds; both are None")
-        if cp_size != 1:
-            raise ValueError(f"cp_size is {cp_size}, but no context-parallel transport is set up on this model")
+        packed = qkv_format == "thd" or cu_seqlens is not None
+        self._check_context(cp_size, cp_rank, packed)
         if isinstance(max_seqlen, Tensor) and max_seqlen.numel() != 1:
             raise ValueError(f"max_seqlen must be a scalar, got shape {list(max_seqlen.shape)}")
         if cache is not None and cache.batch > 0:
             return self._decode(tokens, cache)
         window = self.config.sliding_window if self.has_sliding_layers else None
-        if qkv_format == "thd" or cu_seqlens is not None:
-            stream = packed_stream(tokens, position_ids, padding_mask, cu_seqlens, cu_seqlens_padded, window)
+        if packed:
+            stream = packed_stream(
+                tokens, position_ids, padding_mask, cu_seqlens, cu_seqlens_padded, window, cp_size, cp_rank
+            )
         else:
             stream = self._batch_stream(
                 tokens, position_ids, attention_mask, padding_mask, cache_position, _packed_seq_ids, window
             )
         x_TD = self._run(stream, cache, collect)
         return stream.unpack(x_TD)
+
+    def _check_context(self, size: int, rank: int, packed: bool) -> None:
+        """Raises ValueError unless the batch was cut for the ranks that share this model's streams."""
+        ranks = next((block.self_attn.context_size for block in self._blocks()), 1)
+        if size != ranks:
+            hint = "cut the batch with a context-parallel sharder" if size == 1 else "call setup_cp_attention first"
+            raise ValueError(f"cp_size is {size}, but {ranks} ranks share the streams of this model: {hint}")
+        if not 0 <= rank < size:
+            raise ValueError(f"cp_rank is {rank}, but there are {size} context-parallel ranks")
+        if size > 1 and not packed:
+            raise ValueError("context parallelism needs a packed (thd) stream with cu_seqlens")
 
     def _batch_stream(
         self,
@@ -250,7 +276,7 @@ class MiMoV2FlashModel(nn.Module):
         for block in self._blocks():
             if collect is not None:
                 collect.append(stream.unpack(x_TD))
-            inputs = (x_TD, rotary[block.attention_type], stream.layout, stream.routed, stream.document_ids, cache)
+            inputs = (x_TD, rotary[block.attention_type], stream.layout, stream.routed, stream.documents, cache)
             if recompute:
                 x_TD, stats = checkpoint(block, *inputs, use_reentrant=False, context_fn=contexts)
             else:

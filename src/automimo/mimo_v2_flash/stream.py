@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from automimo.attention import DenseLayout, DocumentLayout, build_layout
+from automimo.attention import DenseLayout, DocumentLayout, SharedLayout, build_layout, share_layout
 from automimo.mimo_v2_flash.masks import check_mask_shape, visible_tokens
+from automimo.moe import Documents
 
 
 @dataclass(frozen=True)
@@ -22,16 +23,17 @@ class Stream:
     """A batch as the layers see it.
 
     `tokens` are input ids [T] int64 or embeddings [T, D]; `position_ids` [T]; `layout` states what each token sees;
-    `routed` [N] int64 are the rows that are real tokens (None: all of them); `document_ids` [T]. `rows` [T] are the
-    places of the stream in the flattened [B * S] input (None: all, in order), `shape` is (B, S), or None for a
-    packed input.
+    `routed` [N] int64 are the rows that are real tokens (None: all of them); `documents` says which document each
+    token is of. `rows` [T] are the places of the stream in the flattened [B * S] input (None: all, in order), `shape`
+    is (B, S), or None for a packed input. Of a stream that several ranks share, T are the tokens of this rank, and the
+    layout and the numbers of the documents are those of the whole.
     """
 
     tokens: Tensor
     position_ids: Tensor
-    layout: DocumentLayout | DenseLayout
+    layout: DocumentLayout | SharedLayout | DenseLayout
     routed: Tensor | None
-    document_ids: Tensor
+    documents: Documents
     rows: Tensor | None
     shape: tuple[int, int] | None
 
@@ -52,6 +54,8 @@ def packed_stream(
     cu_seqlens: Tensor | None,
     cu_seqlens_padded: Tensor | None,
     window: int | None,
+    size: int = 1,
+    rank: int = 0,
 ) -> Stream:
     """A stream from packed input: ids [T] or [1, T], or embeddings [T, D] or [1, T, D].
 
@@ -59,7 +63,10 @@ def packed_stream(
     sentinels are dropped. Padding inside documents (`padding_mask`, True = padding) stays in the stream, behind its
     document's tokens, and is neither routed nor counted.
 
-    Raises ValueError for more than one row, missing or several boundary rows.
+    With `size` ranks that share the stream, tokens, positions and padding are those of `rank`, and the boundaries those
+    of the whole stream.
+
+    Raises ValueError for more than one row, missing or several boundary rows, and where the numbers do not fit.
     """
     floating = tokens.is_floating_point()
     rank = tokens.dim() - int(floating)
@@ -78,14 +85,28 @@ def packed_stream(
     if boundaries.dim() == 2:
         boundaries = boundaries.squeeze(0)
     boundaries = boundaries[boundaries >= 0].to(torch.int32)
-    layout = build_layout(boundaries, window=window, device=tokens.device)
-    if layout.total != tokens.shape[0]:
-        raise ValueError(f"cu_seqlens end at {layout.total} but the stream has {tokens.shape[0]} tokens")
-    _check_size("position_ids", position_ids, layout.total)
-    _check_size("padding_mask", padding_mask, layout.total)
-    positions = layout.position_ids if position_ids is None else position_ids.reshape(-1)
+    _check_size("position_ids", position_ids, tokens.shape[0])
+    _check_size("padding_mask", padding_mask, tokens.shape[0])
     routed = None if padding_mask is None else _indices(~padding_mask.reshape(-1).bool())
-    return Stream(tokens, positions, layout, routed, layout.document_ids, rows=None, shape=None)
+    layout: DocumentLayout | SharedLayout
+    if size == 1:
+        whole = layout = build_layout(boundaries, window=window, device=tokens.device)
+        positions, documents = whole.position_ids, _documents_of(whole)
+    else:
+        layout = share_layout(boundaries.tolist(), window=window, size=size, rank=rank, device=tokens.device)
+        whole, places = layout.whole, layout.places
+        positions = whole.position_ids.index_select(0, places)
+        documents = Documents(whole.document_ids.index_select(0, places), len(whole.lengths))
+    if whole.total != tokens.shape[0] * size:
+        shared = "" if size == 1 else f" on each of {size} ranks"
+        raise ValueError(f"cu_seqlens end at {whole.total} but the stream has {tokens.shape[0]} tokens{shared}")
+    if position_ids is not None:
+        positions = position_ids.reshape(-1)
+    return Stream(tokens, positions, layout, routed, documents, rows=None, shape=None)
+
+
+def _documents_of(layout: DocumentLayout) -> Documents:
+    return Documents(layout.document_ids, len(layout.lengths))
 
 
 def batch_stream(
@@ -115,7 +136,7 @@ def batch_stream(
         mask, padding_mask = ~padding_mask.bool(), None
     if attention_mask is None and mask is None:
         layout = build_layout(torch.arange(batch + 1, dtype=torch.int32) * length, window=window, device=device)
-        return Stream(tokens, positions, layout, None, layout.document_ids, rows=None, shape=shape)
+        return Stream(tokens, positions, layout, None, _documents_of(layout), rows=None, shape=shape)
 
     boundaries = None
     if mask is not None and mask.dim() == 2:
@@ -130,7 +151,7 @@ def batch_stream(
         routed = _indices(real if rows is None else real.index_select(0, rows))
     if rows is not None:
         tokens, positions = tokens.index_select(0, rows), positions.index_select(0, rows)
-    return Stream(tokens, positions, layout, routed, layout.document_ids, rows=rows, shape=shape)
+    return Stream(tokens, positions, layout, routed, _documents_of(layout), rows=rows, shape=shape)
 
 
 def _dense_stream(
@@ -149,8 +170,8 @@ def _dense_stream(
         real = mask > 0
     else:
         real = visible_tokens(masks["full_attention"], batch)
-    document_ids = torch.arange(batch, device=tokens.device).repeat_interleave(length)
-    return Stream(tokens, positions, layout, _indices(real.reshape(-1)), document_ids, rows=None, shape=shape)
+    documents = Documents(torch.arange(batch, device=tokens.device).repeat_interleave(length), batch)
+    return Stream(tokens, positions, layout, _indices(real.reshape(-1)), documents, rows=None, shape=shape)
 
 
 def _documents(mask_BS: Tensor) -> tuple[Tensor | None, Tensor | None]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from automimo.moe.dispatcher import AllToAllDispatcher, Dispatcher
     from automimo.moe.experts import GroupedExperts
     from automimo.moe.fsdp_sync import MoEFSDPSyncMixin
-    from automimo.moe.gate import Gate, RouterStats, Routing
+    from automimo.moe.gate import Documents, Gate, RouterStats, Routing
     from automimo.moe.layer import MoE
     from automimo.moe.metrics import load_metrics
     from automimo.moe.model_hooks import (
@@ -34,7 +34,7 @@ _HOMES = {
     "dispatcher": ("AllToAllDispatcher", "Dispatcher"),
     "experts": ("GroupedExperts",),
     "fsdp_sync": ("MoEFSDPSyncMixin",),
-    "gate": ("Gate", "RouterStats", "Routing"),
+    "gate": ("Documents", "Gate", "RouterStats", "Routing"),
     "layer": ("MoE",),
     "metrics": ("load_metrics",),
     "model_hooks": (
@@ -57,6 +57,7 @@ __all__ = [
     "AllToAllDispatcher",
     "DeepEPDispatcher",
     "Dispatcher",
+    "Documents",
     "Gate",
     "GroupedExperts",
     "MoE",

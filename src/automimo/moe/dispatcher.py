@@ -5,14 +5,14 @@ experts in all, R ranks with E / R experts each.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 
+from automimo.distributed.rows import permute_rows
 from automimo.errors import ConfigError
 from automimo.moe.token_order import combine, dispatch, sort_by_expert
 
@@ -68,8 +68,8 @@ class AllToAllDispatcher:
         sent, got = torch.stack([sent_RE.sum(1), got_RE.sum(1)]).tolist()
         arrived_MD = all_to_all_single_autograd(rows_ND, got, sent, self.group)
         place_M, back_M = _by_expert(got_RE, sum(got))
-        y_MD = mlp(_permute(arrived_MD, place_M, back_M), got_RE.sum(0))
-        y_ND = all_to_all_single_autograd(_permute(y_MD, back_M, place_M), sent, got, self.group)
+        y_MD = mlp(permute_rows(arrived_MD, place_M, back_M), got_RE.sum(0))
+        y_ND = all_to_all_single_autograd(permute_rows(y_MD, back_M, place_M), sent, got, self.group)
         return combine(y_ND, weights_TK, order)
 
 
@@ -83,23 +83,3 @@ def _by_expert(got_RE: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     place_M = expert_M.argsort(stable=True)
     back_M = torch.empty_like(place_M).scatter_(0, place_M, torch.arange(rows, device=place_M.device))
     return place_M, back_M
-
-
-def _permute(x_MD: Tensor, place_M: Tensor, back_M: Tensor) -> Tensor:
-    out: Tensor = _Permute.apply(x_MD, place_M, back_M)
-    return out
-
-
-class _Permute(torch.autograd.Function):
-    """Rows in another order; the backward is a gather as well, not the scatter that indexing would make of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x_MD: Tensor, place_M: Tensor, back_M: Tensor) -> Tensor:
-        ctx.save_for_backward(back_M)
-        return x_MD.index_select(0, place_M)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_MD: Tensor) -> tuple[Tensor, None, None]:
-        (back_M,) = ctx.saved_tensors
-        return grad_MD.index_select(0, back_M), None, None

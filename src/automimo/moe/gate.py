@@ -6,12 +6,20 @@ T tokens, D hidden width, E experts, K experts per token, G expert groups.
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from automimo.errors import TrainingError
 from automimo.fp32 import KeepFp32, without_autocast
 from automimo.moe.config import MoEConfig
+
+
+class Documents(NamedTuple):
+    """Which document each token is of: `ids_T` int64 [T] in 0 .. number - 1. Only the balance loss asks."""
+
+    ids_T: Tensor
+    number: int
 
 
 class RouterStats(NamedTuple):
@@ -62,12 +70,15 @@ class Gate(KeepFp32):
             self.e_score_correction_bias.zero_()
         self.reset_load()
 
-    def forward(self, x_TD: Tensor, document_ids: Tensor | None = None) -> Routing:
+    def forward(
+        self, x_TD: Tensor, documents: Documents | None = None, context: dist.ProcessGroup | None = None
+    ) -> Routing:
         """Route the rows of `x_TD`, all of which are real tokens.
 
         s = sigmoid or softmax of x W^T. The experts are the K best of s + correction bias, after the group step; their
         weights are s itself, without the bias, divided by their sum (+ 1e-20) if `norm_topk_prob`, times `route_scale`.
-        `document_ids` [T] says which tokens share a document; only the balance loss reads it (None: one document).
+        `documents` says which tokens share a document (None: all); `context` are the ranks that have tokens of the same
+        documents (None: they are whole here). Only the balance loss reads the two.
         """
         config = self.config
         with without_autocast(x_TD.device):
@@ -84,7 +95,7 @@ class Gate(KeepFp32):
             load_E = count(indices_TK.flatten(), config.n_routed_experts)
             aux_loss = None
             if self.training and config.aux_loss_coeff > 0:
-                aux_loss = config.aux_loss_coeff * balance_loss(scores_TE, indices_TK, document_ids)
+                aux_loss = config.aux_loss_coeff * balance_loss(scores_TE, indices_TK, documents, context)
         return Routing(weights_TK, indices_TK, load_E, aux_loss)
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
@@ -145,29 +156,28 @@ def count(ids: Tensor, size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.int64, device=ids.device).index_add_(0, ids, torch.ones_like(ids))
 
 
-def balance_loss(scores_TE: Tensor, indices_TK: Tensor, document_ids: Tensor | None) -> Tensor:
+def balance_loss(
+    scores_TE: Tensor,
+    indices_TK: Tensor,
+    documents: Documents | None,
+    context: dist.ProcessGroup | None = None,
+) -> Tensor:
     """Balance loss as a sum over tokens, so that neither packing nor accumulation can change it.
 
     sum over documents d of n_d * sum_e f_de * P_de, with n_d the tokens of d, f_de = load_de * E / (K * n_d) and P_de
     the mean score of expert e over d. Divided by the tokens of the whole optimizer step this is the token-weighted mean
     of the per-document loss. Perfect balance gives n_d * mean score * E per document.
+
+    The ranks of `context` have parts of the same documents: they add up the counts, and each returns the part of the
+    sum that its own tokens make.
     """
-    tokens, experts = scores_TE.shape
-    k = indices_TK.shape[1]
-    if document_ids is None:
-        share_E = count(indices_TK.flatten(), experts) / max(tokens, 1)
-        return (experts / k) * (scores_TE * share_E).sum()
-    # n_d f_de P_de = E/K * load_de / n_d * (sum of the scores over d), and load_de / n_d is read back per token. There
-    # are at most T documents, so the tables are T x E.
-    ids_T = _dense_ids(document_ids)
-    flat = (ids_T.unsqueeze(1) * experts + indices_TK).flatten()
-    load_DE = count(flat, tokens * experts).view(tokens, experts)
-    share_DE = load_DE.to(scores_TE.dtype) / count(ids_T, tokens).clamp(min=1).unsqueeze(1)
+    experts, k = scores_TE.shape[1], indices_TK.shape[1]
+    ids_T, number = documents or Documents(torch.zeros_like(indices_TK[:, 0]), 1)
+    # n_d f_de P_de = E/K * load_de / n_d * (sum of the scores over d), and load_de / n_d is read back per token.
+    counts = count((ids_T.unsqueeze(1) * experts + indices_TK).flatten(), number * experts)
+    counts = torch.cat([counts, count(ids_T, number)])
+    if context is not None:
+        dist.all_reduce(counts, group=context)
+    load_DE, tokens_D = counts[: number * experts].view(number, experts), counts[number * experts :]
+    share_DE = load_DE.to(scores_TE.dtype) / tokens_D.clamp(min=1).unsqueeze(1)
     return (experts / k) * (scores_TE * share_DE.index_select(0, ids_T)).sum()
-
-
-def _dense_ids(ids: Tensor) -> Tensor:
-    """Number the distinct values of `ids` [T] 0, 1, ... (at most T of them), without asking the device how many."""
-    ordered, order = ids.sort(stable=True)
-    dense = (ordered[1:] != ordered[:-1]).cumsum(0)
-    return torch.zeros_like(ids).scatter(0, order[1:], dense)

@@ -6,12 +6,13 @@ T rows of the stream, N of them real tokens, D hidden width, E experts.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from automimo.moe.config import MoEConfig
 from automimo.moe.experts import GroupedExperts
-from automimo.moe.gate import Gate, RouterStats
+from automimo.moe.gate import Documents, Gate, RouterStats
 
 
 class MoE(nn.Module):
@@ -34,22 +35,25 @@ class MoE(nn.Module):
         self.experts.reset_parameters(std, generator)
 
     def forward(
-        self, x_TD: Tensor, *, token_indices: Tensor | None = None, document_ids: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        *,
+        token_indices: Tensor | None = None,
+        documents: Documents | None = None,
+        context: dist.ProcessGroup | None = None,
     ) -> tuple[Tensor, RouterStats]:
         """Apply the layer to a stream `x_TD` [T, D] (or [..., D], read as one stream) and say what the router did.
 
         token_indices [N] int64: the rows that are real tokens, each once (None: all). The others go to no expert, count
-        nowhere and come back as 0. document_ids [T] int64: for the balance loss (None: all one document).
+        nowhere and come back as 0. documents and context: for the balance loss, see `Gate.forward`.
         Nothing of the module changes; hand the stats to `gate.record`, once, outside checkpointed regions.
         """
         shape = x_TD.shape
         x_TD = x_TD.reshape(-1, shape[-1])
         x_ND = x_TD if token_indices is None else x_TD.index_select(0, token_indices)
-        if document_ids is not None:
-            document_ids = document_ids.flatten()
-            if token_indices is not None:
-                document_ids = document_ids.index_select(0, token_indices)
-        weights_NK, indices_NK, load_E, aux_loss = self.gate(x_ND, document_ids)
+        if documents is not None and token_indices is not None:
+            documents = documents._replace(ids_T=documents.ids_T.index_select(0, token_indices))
+        weights_NK, indices_NK, load_E, aux_loss = self.gate(x_ND, documents, context)
         y_TD = self.experts(x_ND, weights_NK, indices_NK)
         if token_indices is not None:
             y_TD = _Spread.apply(y_TD, token_indices, x_TD.shape[0])

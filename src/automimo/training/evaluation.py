@@ -65,6 +65,8 @@ def batch_loss(model: nn.Module, batch: Batch, loss_chunk: int) -> torch.Tensor:
         position_ids=batch.position_ids,
         cu_seqlens=batch.cu_seqlens,
         padding_mask=batch.padding_mask,
+        cp_size=batch.cp_size,
+        cp_rank=batch.cp_rank,
         qkv_format="thd",
         targets=batch.targets,
         loss_chunk=loss_chunk,

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from automimo.data import DataStream
-from automimo.data.batches import share_rows
 from automimo.distributed.watchdog import Watchdog
-from automimo.distributed.world import World, max_numbers
+from automimo.distributed.world import max_numbers
 from automimo.training.evaluation import evaluate
 from automimo.training.metrics import Metrics
 from automimo.training.optimizer import lr_factor
+from automimo.training.place import Place
 from automimo.training.progress import StepDisplay
 from automimo.training.recipe import Recipe
 from automimo.training.state import TrainingState
@@ -32,7 +32,7 @@ class Loop:
     ends one that is written in the background, if all ranks are done with it."""
 
     recipe: Recipe
-    world: World
+    place: Place
     total: int
     validation: DataStream | None
     metrics: Metrics
@@ -88,7 +88,7 @@ def _evaluation_due(step: int, loop: Loop) -> bool:
 def _evaluate(state: TrainingState, loop: Loop) -> bool:
     """False: a stop request ended it without a result; it is made up for when the run goes on."""
     assert loop.validation is not None  # as `_evaluation_due` says
-    train, world = loop.recipe.train, loop.world
+    train = loop.recipe.train
     loop.validation.position = {"epoch": 0, "row": 0}
     started = time.perf_counter()
 
@@ -98,7 +98,7 @@ def _evaluate(state: TrainingState, loop: Loop) -> bool:
 
     loss = evaluate(
         state.model,
-        loop.validation.batches(train.micro_batch, world.rank, world.size),
+        loop.place.batches(loop.validation, train.micro_batch),
         loss_chunk=train.loss_chunk,
         stop=stopped,
     )
@@ -111,13 +111,13 @@ def _evaluate(state: TrainingState, loop: Loop) -> bool:
 
 def _step(state: TrainingState, loop: Loop) -> dict[str, Any]:
     """One optimizer step; returns its row of metrics.jsonl."""
-    recipe, train, world = loop.recipe, loop.recipe.train, loop.world
+    recipe, train = loop.recipe, loop.recipe.train
     started = time.perf_counter()
     step = state.step + 1
     # Every rank walks the whole stream and takes its rows of the step, so the order of the data and the position in
     # them do not depend on how many ranks there are.
     rows = state.stream.next_rows(train.batch)
-    micro_batches = [state.stream.batch(own) for own in share_rows(rows, train.micro_batch, world.rank, world.size)]
+    micro_batches = loop.place.micro_batches(state.stream, rows, train.micro_batch)
     factor = lr_factor(step, loop.total, recipe.optim)
     result = train_step(
         state.model,

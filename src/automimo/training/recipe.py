@@ -154,6 +154,12 @@ class ParallelSection(Section):
         description="copies of the sharded model among the data ranks (HSDP); 1 = every rank has a shard",
     )
     expert: int = Field(default=1, ge=1, description="ranks that share the experts of a layer; tokens travel to them")
+    context: int = Field(
+        default=1,
+        ge=1,
+        description="ranks that share the tokens of a row, for documents that are too long for one; the heads of a "
+        "layer are exchanged among them",
+    )
     dispatcher: Literal["torch", "deepep"] = Field(
         default="torch", description="how tokens travel: all-to-all of torch.distributed, or DeepEP (GPUs)"
     )
@@ -297,6 +303,7 @@ FREE_ON_RESUME = frozenset(
         "model.flash_v_scales",
         "model.source_layout",
         "model.source_tp",
+        "parallel.context",
         "parallel.data",
         "parallel.defer_sync",
         "parallel.dispatcher",

@@ -18,6 +18,7 @@ from rich.console import Console
 from torch.distributed.tensor import DTensor
 
 from automimo.data.batches import share_rows
+from automimo.distributed.context.partition import chunks_of, padded_lengths
 from automimo.distributed.local import local_tensor
 from automimo.distributed.mesh import ParallelSizes, build_meshes
 from automimo.distributed.world import is_distributed
@@ -29,6 +30,7 @@ from automimo.mimo_v2_flash.presets import preset_config
 from automimo.mimo_v2_flash.source import config_values, resolve_folder
 from automimo.moe import AllToAllDispatcher, moe_layers
 from automimo.training.optimizer import parameter_groups, select_trainable
+from automimo.training.place import Place
 from automimo.training.recipe import Recipe, check_schedule
 from automimo.training.setup import lay_out, parallel_sizes
 from automimo.training.summary import (
@@ -103,7 +105,7 @@ def _count(recipe: Recipe, model: MiMoV2FlashForCausalLM, sizes: ParallelSizes, 
     # Its patterns are checked.
     parameter_groups({name: p for name, p in model.named_parameters() if p.requires_grad}, recipe.optim)
     train = recipe.train
-    micro_batches = share_of_rank(model, train.batch, train.micro_batch, recipe.data.sequence_length, rank, sizes.data)
+    micro_batches = share_of_rank(model, train.batch, train.micro_batch, recipe.data.sequence_length, rank, sizes)
     return Rehearsal(
         rank,
         sizes,
@@ -147,16 +149,40 @@ def _config_folder(recipe: Recipe) -> Iterator[Path]:
 
 
 def share_of_rank(
-    model: MiMoV2FlashForCausalLM, batch: int, micro_batch: int, row: int, rank: int, ranks: int
+    model: MiMoV2FlashForCausalLM, batch: int, micro_batch: int, row: int, rank: int, sizes: ParallelSizes
 ) -> list[MicroBatch]:
-    """The micro-batches of a rank in a step of `batch` rows of `row` tokens."""
+    """The micro-batches of a rank in a step of `batch` rows, each of which is one document of `row` tokens."""
     dispatchers = [layer.experts.dispatcher for layer in moe_layers(model).values()]
     others = [rank]
     if dispatchers and isinstance(dispatchers[0], AllToAllDispatcher):
         others = dist.get_process_group_ranks(dispatchers[0].group)
-    tokens = [[row * len(own) for own in share_rows(range(batch), micro_batch, r, ranks)] for r in [rank, *others]]
-    mine, shares = tokens[0], tokens[1:]
-    return [MicroBatch(own, sum(all_) / len(all_)) for own, all_ in zip(mine, zip(*shares, strict=True), strict=True)]
+
+    def rows(place: Place) -> list[int]:
+        return [len(own) for own in share_rows(range(batch), micro_batch, place.data_rank, place.data_ranks)]
+
+    place = Place.of(rank, sizes)
+    padded = padded_lengths([row], sizes.context)[0]
+    tokens = [[_tokens_of(Place.of(r, sizes), row) * own for own in rows(Place.of(r, sizes))] for r in others]
+    arriving = [sum(all_) / len(all_) for all_ in zip(*tokens, strict=True)]
+    idle = padded_lengths([1], sizes.context)[0]  # one place of padding
+    return [
+        MicroBatch(
+            tokens=own * _tokens_of(place, row),
+            places=(own * padded or idle) // sizes.context,
+            arriving=mean,
+            documents=max(own, 1),
+        )
+        for own, mean in zip(rows(place), arriving, strict=True)
+    ]
+
+
+def _tokens_of(place: Place, row: int) -> int:
+    """Of a document of `row` tokens, those that fall to a context rank; the others are padding."""
+    padded = padded_lengths([row], place.context_ranks)
+    if place.context_ranks == 1:
+        return row
+    chunks = chunks_of([0, *padded], place.context_ranks, place.context_rank)
+    return sum(min(stop, row) - min(start, row) for _, start, stop in chunks)
 
 
 def part_of_rank(model: MiMoV2FlashForCausalLM) -> Part:
@@ -183,7 +209,7 @@ def memory_of(recipe: Recipe, rehearsal: Rehearsal) -> MemoryEstimate:
         weights=4 * (part.dense + part.experts + part.whole),
         gradients=4 * part.trained,
         optimizer=8 * part.trained,
-        activations=activation_bytes(recipe, rehearsal.config),
+        activations=activation_bytes(recipe, rehearsal.config, rehearsal.sizes),
         gathered=traffic.parameters + traffic.gradients,
     )
 
@@ -221,7 +247,7 @@ def _describe_traffic(collectives: Sequence[Collective]) -> list[str]:
 
 
 def _in_order(collectives: Iterable[Collective]) -> list[Collective]:
-    order = {"parameters": 0, "gradients": 1, "tokens": 2, "control": 3}
+    order = {"parameters": 0, "gradients": 1, "tokens": 2, "heads": 3, "control": 4}
     return sorted(collectives, key=lambda c: order[c.what])
 
 

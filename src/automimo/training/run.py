@@ -21,6 +21,7 @@ from automimo.training.export import export_final
 from automimo.training.loop import Loop, train_loop
 from automimo.training.metrics import Metrics, MetricsFile, NoMetrics, inherit_metrics
 from automimo.training.optimizer import make_optimizer, select_trainable
+from automimo.training.place import Place
 from automimo.training.precision import MasterWeights
 from automimo.training.progress import step_display
 from automimo.training.recipe import Recipe, check_schedule
@@ -123,6 +124,7 @@ def _train(recipe: Recipe, folder: RunFolder, console: Console, world: World, wa
             "making the model folder", lambda: stack.enter_context(model_folder(recipe, folder, write=True))
         )
         meshes = _meshes(recipe, source, world)
+        place = Place() if meshes is None else Place.of(world.rank, meshes.sizes)
         with together("reading the data"):
             data = load_data(recipe, load_fitting_tokenizer(source))
             total = total_steps(recipe, data)
@@ -154,7 +156,7 @@ def _train(recipe: Recipe, folder: RunFolder, console: Console, world: World, wa
             saver = Saver(state, recipe, folder.checkpoints)
             open_files.callback(saver.discard)  # after an error; otherwise nothing is pending then
             loop = Loop(
-                recipe, world, total, data.validation, metrics, display, stop, watchdog, saver.save, saver.publish
+                recipe, place, total, data.validation, metrics, display, stop, watchdog, saver.save, saver.publish
             )
             train_loop(state, loop, saved=own)
             saver.finish()

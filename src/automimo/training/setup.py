@@ -205,8 +205,9 @@ def parallel_sizes(recipe: Recipe, world: int, n_experts: int | None) -> Paralle
     """Ranks along each dimension. Raises ConfigError with the numbers."""
     parallel = recipe.parallel
     return infer_sizes(
-        world, data=parallel.data, replicate=parallel.replicate, expert=parallel.expert, n_experts=n_experts
-    )
+        world, data=parallel.data, replicate=parallel.replicate, expert=parallel.expert, context=parallel.context,
+        n_experts=n_experts,
+    )  # fmt: skip
 
 
 def source_options(recipe: Recipe) -> SourceOptions:

@@ -81,7 +81,7 @@ def estimate_memory(
     moments, and the activations of one micro-batch with the loss head's working set; with `sizes` of several ranks the
     share of one, and what is gathered on it."""
     narrow = recipe.model.dtype == "bfloat16"
-    activations = activation_bytes(recipe, config)
+    activations = activation_bytes(recipe, config, sizes)
     if sizes is None:
         return MemoryEstimate(size.total * (6 if narrow else 4), size.trainable * 4, size.trainable * 8, activations)
     dense = (size.total - size.experts) / sizes.dense_shards
@@ -108,10 +108,11 @@ def _gathered(recipe: Recipe, config: MiMoV2FlashConfig, size: ModelSize, sizes:
     return parameters * width + gradients * 4
 
 
-def activation_bytes(recipe: Recipe, config: MiMoV2FlashConfig) -> int:
-    """What the backward pass of one micro-batch of full rows needs, with the loss head's working set."""
+def activation_bytes(recipe: Recipe, config: MiMoV2FlashConfig, sizes: ParallelSizes | None = None) -> int:
+    """What the backward pass of one micro-batch of full rows needs on one rank, with the loss head's working set."""
     bytes_per_value = 2 if recipe.model.dtype == "bfloat16" else 4
-    tokens_T = recipe.train.micro_batch * recipe.data.sequence_length
+    ranks = 1 if sizes is None else sizes.context
+    tokens_T = -(-recipe.train.micro_batch * recipe.data.sequence_length // ranks)
     layers = [
         _layer_values(config, kind == "sliding_attention", bool(moe))
         for kind, moe in zip(config.layer_types, config.moe_layer_freq, strict=True)
@@ -190,13 +191,14 @@ def describe_model(recipe: Recipe, config: MiMoV2FlashConfig, size: ModelSize) -
 def describe_sizes(sizes: ParallelSizes) -> str:
     """Who does what, in one line."""
     number = "1 copy" if sizes.replicate == 1 else f"{sizes.replicate:,} copies"
-    copies = f"{number} of the model in {plural(sizes.shard, 'shard')}"
+    copies = f"{number} of the model in {plural(sizes.dense_shards, 'shard')}"
     experts = (
         f"experts over {plural(sizes.expert, 'rank')}, each part in {plural(sizes.expert_shard, 'shard')}"
         if sizes.expert > 1
         else "experts in the same shards"
     )
-    return f"ranks    {sizes.world:,}: {copies}; {experts}"
+    context = f"; {plural(sizes.context, 'rank')} share the tokens of a row" if sizes.context > 1 else ""
+    return f"ranks    {sizes.world:,}: {copies}; {experts}{context}"
 
 
 def _describe_micro_batches(recipe: Recipe, sizes: ParallelSizes | None) -> str:
@@ -204,7 +206,8 @@ def _describe_micro_batches(recipe: Recipe, sizes: ParallelSizes | None) -> str:
     ranks = 1 if sizes is None else sizes.data
     number = math.ceil(math.ceil(train.batch / ranks) / train.micro_batch)
     of = f"{plural(number, 'micro-batch', 'es')} of {plural(train.micro_batch, 'row')}"
-    return of if ranks == 1 else f"{of} on each of {ranks:,} ranks"
+    each = "ranks" if sizes is None or sizes.context == 1 else f"groups of {sizes.context:,} ranks"
+    return of if ranks == 1 else f"{of} on each of {ranks:,} {each}"
 
 
 def plural(number: int, word: str, ending: str = "s") -> str:

@@ -1,22 +1,23 @@
 """What one rank sends and gathers during an optimizer step, counted on its part of the model without running it.
 
-The FSDP units are those that `parallelize` has made, asked for their sizes, dtypes, groups and prefetch lists. Over
-them `count_traffic` repeats what FSDP2 does around forward and backward: which unit is gathered when, kept or freed,
-and when its gradients are reduced. So a change of the layout shows here without a second place that knows it.
+Over the FSDP units of the model `count_traffic` repeats what FSDP2 does around forward and backward: which unit is
+gathered when, kept or freed, and when its gradients are reduced; and what its layers exchange, tokens and heads. So a
+change of the layout shows here without a second place that knows it.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from automimo.distributed.world import world_size
+from automimo.mimo_v2_flash.attention import MiMoV2FlashAttention
 from automimo.mimo_v2_flash.backbone import MiMoV2FlashBlock
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
-from automimo.moe import AllToAllDispatcher, MoE, moe_layers
+from automimo.moe import AllToAllDispatcher, MoE, MoEConfig, moe_layers
+from automimo.training.fsdp_units import Unit, fsdp_units
 
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
 FP32, FP64, INT64 = 4, 8, 8
@@ -24,7 +25,7 @@ FP32, FP64, INT64 = 4, 8, 8
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a rank. `what`: parameters, gradients, tokens or control. `ranks`: of its group.
+    """One collective of a rank. `what`: parameters, gradients, tokens, heads or control. `ranks`: of its group.
 
     payload: bytes of the whole tensor, which is the gathered one of an all-gather and what goes in of all others (of an
     all-to-all, the rows for all ranks, our own included).
@@ -44,11 +45,14 @@ class Collective:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """tokens: of this rank. arriving: tokens of the ranks that share the experts, as a mean over them, since balanced
-    routing sends each of these ranks the same number of rows."""
+    """tokens: of this rank; places: with the padding of its documents. arriving: tokens of the ranks that share the
+    experts, as a mean over them, since balanced routing sends each of these ranks the same number of rows. documents:
+    of the rows that this rank has tokens of."""
 
     tokens: int
+    places: int
     arriving: float
+    documents: int
 
 
 @dataclass
@@ -61,45 +65,20 @@ class Traffic:
     gradients: int = 0
 
 
-@dataclass(eq=False)
-class Unit:
-    """An FSDP unit: its sizes and policies, then where it is in the step.
-
-    size: bytes of its whole parameters in the dtype of forward, padded to equal shards. trained: values of those that
-    get a gradient, padded. itemsize: of a gathered value. replicas: None where no dimension is replicated.
-    """
-
-    size: int
-    trained: int
-    itemsize: int
-    shards: int
-    replicas: int | None
-    reshard: bool
-    in_backward: bool
-    next_forward: list["Unit"] = field(default_factory=list)
-    next_backward: list["Unit"] = field(default_factory=list)
-    whole: bool = False
-    pending: bool = False
-    done: bool = False
-    accumulates: bool = False
-    places: list[int] = field(default_factory=list)
-
-    @property
-    def buffer(self) -> int:
-        """Bytes that an all-gather writes to before the parameters are taken apart; one rank copies its own."""
-        return self.size if self.shards > 1 else 0
-
-
 @dataclass(frozen=True)
 class _Layer:
-    """A block's units, how its tokens travel, and which of its tensors have a gradient in backward: rows that go to the
-    experts, results that come back, what the router returns, what the block returns."""
+    """A block's units, how its tokens travel, and which of its tensors have a gradient in backward: q, k or v, what
+    attention returns, rows that go to the experts, results that come back, what the router returns, what the block
+    returns."""
 
     block: Unit
+    attention: MiMoV2FlashAttention
+    moe: MoEConfig | None
     gate: Unit | None
     experts: Unit | None
     dispatcher: AllToAllDispatcher | None
-    chosen: int
+    heads_grad: bool
+    attended_grad: bool
     rows_grad: bool
     results_grad: bool
     gate_grad: bool
@@ -150,7 +129,7 @@ class _Step:
     def __init__(self, model: MiMoV2FlashForCausalLM, traffic: Traffic) -> None:
         self.traffic = traffic
         self.recompute = model.model.activation_checkpointing
-        units = _units(model)
+        units = fsdp_units(model)
         self.width = model.config.hidden_size
         self.embedding, self.head = units[model.model.embed_tokens], units[model.lm_head]
         grad = self.embedding_grad = self.embedding.trained > 0
@@ -180,8 +159,10 @@ class _Step:
         self._post_forward(self.embedding)
         for layer in self.layers:
             self._pre_forward(layer.block)
+            self._attend(layer, micro_batch)
             if layer.gate is not None:
                 self._pre_forward(layer.gate)
+                self._balance(layer, micro_batch)
                 self._post_forward(layer.gate)
             if layer.experts is not None:
                 self._pre_forward(layer.experts)
@@ -198,7 +179,10 @@ class _Step:
         for layer in reversed(self.layers):
             if layer.grad:
                 self._pre_backward(layer.block)
+                if self.recompute == "full":
+                    self._attend(layer, micro_batch)
                 self._backward_experts(layer, micro_batch, sync)
+                self._backward_attention(layer, micro_batch)
                 self._post_backward(layer.block, sync)
         if self.embedding_grad:
             self._pre_backward(self.embedding)
@@ -223,6 +207,7 @@ class _Step:
             for unit in (layer.gate, layer.experts):  # forward again inside backward: gathered, and not freed
                 self._unshard(unit)
                 self._wait(unit, forward=False)
+            self._balance(layer, micro_batch)
             if self.recompute == "full":
                 self._dispatch(layer, micro_batch)
         if layer.dispatcher is not None:
@@ -236,6 +221,34 @@ class _Step:
             self._pre_backward(layer.gate)
         self._post_backward(layer.gate, sync)
 
+    def _attend(self, layer: _Layer, micro_batch: MicroBatch) -> None:
+        """Tokens to heads and back, where a stream is shared."""
+        for payload in self._heads(layer, micro_batch):
+            self._collective(ALL_TO_ALL, "heads", layer.attention.context_size, payload)
+
+    def _backward_attention(self, layer: _Layer, micro_batch: MicroBatch) -> None:
+        there, back = self._heads(layer, micro_batch) or (0, 0)
+        for wanted, payload in ((layer.attended_grad, back), (layer.heads_grad, there)):
+            if wanted and payload:
+                self._collective(ALL_TO_ALL, "heads", layer.attention.context_size, payload)
+
+    def _heads(self, layer: _Layer, micro_batch: MicroBatch) -> tuple[int, ...]:
+        """Bytes of q, k and v, and of what attention returns; nothing where a stream is whole."""
+        attention = layer.attention
+        if attention.context_size == 1:
+            return ()
+        kv_heads = max(attention.num_kv_heads, attention.context_size)  # some are sent to several ranks
+        there = attention.num_heads * attention.head_dim + kv_heads * (attention.head_dim + attention.v_head_dim)
+        value = micro_batch.places * self.embedding.itemsize
+        return there * value, attention.num_heads * attention.v_head_dim * value
+
+    def _balance(self, layer: _Layer, micro_batch: MicroBatch) -> None:
+        """The counts of the balance loss, which is a matter of whole documents."""
+        ranks = layer.attention.context_size
+        if ranks > 1 and layer.moe is not None and layer.moe.aux_loss_coeff > 0:
+            payload = micro_batch.documents * (layer.moe.n_routed_experts + 1) * INT64
+            self._collective(ALL_REDUCE, "control", ranks, payload)
+
     def _dispatch(self, layer: _Layer, micro_batch: MicroBatch) -> None:
         """Numbers of rows, rows to the experts, results back."""
         if layer.dispatcher is None:
@@ -246,7 +259,8 @@ class _Step:
         self._all_to_all(layer.dispatcher, arrived)
 
     def _rows(self, layer: _Layer, micro_batch: MicroBatch) -> tuple[int, int]:
-        row = layer.chosen * self.width * self.embedding.itemsize
+        assert layer.moe is not None  # it has a dispatcher
+        row = layer.moe.n_activated_experts * self.width * self.embedding.itemsize
         return micro_batch.tokens * row, round(micro_batch.arriving * row)
 
     def _all_to_all(self, dispatcher: AllToAllDispatcher, payload: int) -> None:
@@ -338,49 +352,30 @@ class _Step:
         self.traffic.collectives.append(Collective(kind, what, ranks, payload))
 
 
-def _units(model: nn.Module) -> dict[nn.Module, Unit]:
-    """The units by each of their modules, with what FSDP2 keeps to itself. The root has none: nothing is left for it
-    that a forward pass uses."""
-    states = {m: fully_shard.state(m) for m in model.modules() if isinstance(m, FSDPModule)}  # type: ignore[attr-defined]
-    made: dict[Any, Unit] = {}
-    for module, state in states.items():
-        group = state._fsdp_param_group
-        if group is None or state in made or module is model:
-            continue
-        shards = group.mesh_info.mesh.size(-1)
-        itemsize = max((group.mp_policy.param_dtype or p.sharded_param.dtype).itemsize for p in group.fsdp_params)
-        values = [p.padded_sharded_param_size.numel() * shards for p in group.fsdp_params]
-        trained = [n for n, p in zip(values, group.fsdp_params, strict=True) if p.sharded_param.requires_grad]
-        made[state] = Unit(
-            size=sum(values) * itemsize,
-            trained=sum(trained),
-            itemsize=itemsize,
-            shards=shards,
-            replicas=group.mesh_info.mesh.size(0) if group.mesh_info.mesh.ndim > 1 else None,
-            reshard=group.post_forward_mesh_info is not None,
-            in_backward=group.unshard_in_backward,
-        )
-    for state, unit in made.items():
-        unit.next_forward = [made[s] for s in state._states_to_forward_prefetch if s in made]
-        unit.next_backward = [made[s] for s in state._states_to_backward_prefetch if s in made]
-    return {module: made[state] for module, state in states.items() if state in made}
-
-
 def _layer(block: MiMoV2FlashBlock, units: dict[nn.Module, Unit], grad: bool) -> _Layer:
     """`grad`: whether the stream that comes in has a gradient."""
-    attention = grad or _trained(block.self_attn) or _trained(block.input_layernorm)
-    rows = attention or _trained(block.post_attention_layernorm)
+    attention = block.self_attn
+    projections = (block.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj)
+    heads = grad or any(map(_trained, projections))
+    sink = attention.attention_sink_bias
+    attended = heads or (sink is not None and sink.requires_grad)
+    attention_grad = attended or _trained(attention.o_proj)
+    rows = attention_grad or _trained(block.post_attention_layernorm)
     unit, mlp = units[block], block.mlp
     if not isinstance(mlp, MoE):
-        return _Layer(unit, None, None, None, 0, False, False, False, rows or _trained(mlp))
+        out = rows or _trained(mlp)
+        return _Layer(unit, attention, None, None, None, None, heads, attended, False, False, False, out)
     dispatcher = mlp.experts.dispatcher
     gate, results = rows or _trained(mlp.gate), rows or _trained(mlp.experts)
     return _Layer(
         unit,
+        attention,
+        mlp.config,
         units[mlp.gate],
         units[mlp.experts],
         dispatcher if isinstance(dispatcher, AllToAllDispatcher) else None,
-        mlp.config.n_activated_experts,
+        heads,
+        attended,
         rows,
         results,
         gate,
