@@ -11,9 +11,6 @@ as the largest difference to one process: it is the same training.
 import argparse
 import json
 import os
-import socket
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
 
@@ -22,6 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import torch
+from measure import spawn_ranks
 
 from automimo.data import DataStream, Example
 from automimo.data.batches import share_rows
@@ -115,25 +113,6 @@ def measure(settings: Model, layout: str, steps: int, dtype: torch.dtype) -> dic
     return {"seconds": min(seconds[1:]), "parameters": total, "loss": losses[0]}
 
 
-def spawn(request: dict, ranks: int) -> dict[str, float]:
-    """Run `measure` in `ranks` processes; what rank 0 found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = []
-    for rank in range(ranks):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if ranks > 1:
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = [sys.executable, __file__, "--measure", json.dumps(request)]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
-    outputs = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"{request['layout']}: failed")
-    return json.loads(outputs[0].splitlines()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
@@ -159,7 +138,7 @@ def main() -> None:
         for _ in range(rounds):
             for layout, results in found.items():
                 size = 1 if layout == "one process" else ranks
-                results.append(spawn({**request, "layout": layout}, size))
+                results.append(spawn_ranks(__file__, {**request, "layout": layout}, size)[0])
         best = {layout: min(result["seconds"] for result in results) for layout, results in found.items()}
         losses = [result["loss"] for results in found.values() for result in results]
         settings = QUICK if arguments.quick else MODELS[name]

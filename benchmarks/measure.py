@@ -1,7 +1,13 @@
-"""Time and peak memory of a piece of work, shared by the benchmarks. Linux only (reads /proc)."""
+"""Time and peak memory of a piece of work, and processes that work together, shared by the benchmarks. Linux only
+(reads /proc)."""
 
 import ctypes
 import gc
+import json
+import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,3 +37,22 @@ def measure(work: Callable[[], object], repeats: int = 3) -> tuple[float, float]
         work()
         seconds.append(time.perf_counter() - start)
     return min(seconds), peak_mib() - before
+
+
+def spawn_ranks(script: str, request: dict, ranks: int) -> list[dict]:
+    """Run `script --measure REQUEST` in `ranks` processes of one thread; the JSON object in the last line of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if ranks > 1:
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+            environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [sys.executable, script, "--measure", json.dumps(request)]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"{request}: failed")
+    return [json.loads(output.splitlines()[-1]) for output in outputs]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
 
 from automimo.errors import ConfigError
 
-# What each field may be on this installation. Names that other installations could offer are listed apart, so that
-# asking for one says what is missing instead of "unknown".
+# What each field may be. Some choices need a package that is not one of ours, others are names that this version does
+# not have: they are listed apart, so that asking for one says what is missing instead of "unknown".
 CHOICES = MappingProxyType(
     {
-        "attn": ("sdpa", "eager"),
+        "attn": ("sdpa", "eager", "te"),
         "linear": ("torch",),
         "rms_norm": ("torch_fp32", "torch"),
         "experts": ("torch_mm", "torch"),
@@ -20,14 +22,40 @@ CHOICES = MappingProxyType(
         "gate_precision": (None, "float32"),
     }
 )
-NOT_INSTALLED = MappingProxyType({"attn": ("flex", "te")})
+NOT_INSTALLED = MappingProxyType({"attn": ("flex",)})
+
+
+@dataclass(frozen=True)
+class Package:
+    """The import name of a package that a choice needs, and how to install it."""
+
+    name: str
+    install: str
+
+
+PACKAGES: Mapping[str, Mapping[str | None, Package]] = {
+    "attn": {
+        "te": Package(
+            "transformer_engine", "pip install --no-build-isolation 'transformer_engine[pytorch]', for CUDA GPUs"
+        )
+    }
+}
+
+
+def usable(field: str) -> tuple[str | None, ...]:
+    """The choices of `field` whose packages are installed here. They are looked for, but not imported."""
+    needed = PACKAGES.get(field, {})
+    return tuple(
+        choice for choice in CHOICES[field] if choice not in needed or find_spec(needed[choice].name) is not None
+    )
 
 
 @dataclass
 class BackendConfig:
     """The implementations a model is built with.
 
-    attn: ``sdpa`` (exact, blocked, linear memory) or ``eager`` (the readable reference, T x T).
+    attn: ``sdpa`` (exact, blocked, linear memory), ``eager`` (the readable reference, T x T) or, where it is installed,
+        ``te`` (fused kernels of Transformer Engine: half precision on CUDA only, and sinks cannot be trained).
     linear: ``torch`` (``nn.Linear``).
     rms_norm: ``torch_fp32`` normalises in fp32 and multiplies by the weight in the input dtype (as the released
         modelling files do); ``torch`` is the fused ``torch.nn.functional.rms_norm``, one rounding apart in bf16.
@@ -60,9 +88,12 @@ class BackendConfig:
 
     @staticmethod
     def _check(name: str, value: Any) -> None:
-        choices = CHOICES[name]
+        choices = usable(name)
         if value in choices:
             return
         listed = ", ".join(str(choice) for choice in choices)
-        reason = "is not installed here" if value in NOT_INSTALLED.get(name, ()) else "is unknown"
+        if value in CHOICES[name]:
+            reason = f"is not installed here ({PACKAGES[name][value].install})"
+        else:
+            reason = "is not installed here" if value in NOT_INSTALLED.get(name, ()) else "is unknown"
         raise ConfigError(f"backend.{name}: {value!r} {reason}; choose one of: {listed}")

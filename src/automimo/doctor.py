@@ -128,9 +128,10 @@ def _features() -> Iterator[Finding]:
     yield Finding(group, "attention", ", ".join(available_backends()))
     flex = "needs CUDA to train" if not torch.cuda.is_available() else "not part of this version"
     yield Finding(group, "attention flex", flex, "missing")
-    engine = importlib.util.find_spec("transformer_engine") is not None
-    te = "not part of this version" if engine else "transformer_engine is not installed"
-    yield Finding(group, "attention te", te, "missing")
+    if importlib.util.find_spec("transformer_engine") is None:
+        yield Finding(group, "attention te", "transformer_engine is not installed", "missing")
+    else:
+        yield Finding(group, "attention te", "transformer_engine is installed; this backend has not run on a GPU yet")
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         problem = grouped_mm_problem(dtype)
         name = f"grouped_mm {str(dtype).removeprefix('torch.')}"

@@ -16,6 +16,7 @@ from automimo.errors import ConfigError
 from automimo.mimo_v2_flash.backbone import MiMoV2FlashBlock
 from automimo.mimo_v2_flash.layers import MiMoV2RMSNorm, SwiGLU
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
+from automimo.mimo_v2_flash.parallelization import setup_mimo_te_context_parallel
 from automimo.moe import AllToAllDispatcher, DeepEPDispatcher, Dispatcher, MoE, moe_layers
 
 
@@ -51,8 +52,7 @@ def parallelize(model: MiMoV2FlashForCausalLM, meshes: Meshes, config: ParallelC
     """
     _refuse(meshes, config)
     _share_experts(model, meshes, config)
-    for block in _blocks(model):
-        block.self_attn.setup_cp_attention(meshes.dense[CP])
+    setup_mimo_te_context_parallel(model, meshes.dense[CP])
     model.model.set_activation_checkpointing(config.activation_checkpointing)
     if config.compile:
         compile_blocks(model)

@@ -19,6 +19,7 @@ from automimo.data import DataStream, Example
 from automimo.distributed.mesh import build_meshes, infer_sizes
 from automimo.distributed.watchdog import Watchdog
 from automimo.parallelize import ParallelConfig, parallelize
+from automimo.training.collectives import ALL_TO_ALL
 from automimo.training.loop import Loop, train_loop
 from automimo.training.metrics import NoMetrics
 from automimo.training.optimizer import make_optimizer
@@ -37,7 +38,7 @@ from automimo.training.recipe import (
 from automimo.training.rehearsal import pretended_ranks, share_of_rank
 from automimo.training.state import TrainingState
 from automimo.training.stop import StopRequest
-from automimo.training.traffic import ALL_TO_ALL, count_traffic
+from automimo.training.traffic import count_traffic
 
 ROW = 24  # tokens; all rows are full, as the rehearsal assumes
 Counts = Counter[tuple[str, int, int]]
@@ -127,6 +128,8 @@ BF16 = ParallelConfig(dtype=torch.bfloat16)
 FULL, SELECTIVE = ParallelConfig(activation_checkpointing="full"), ParallelConfig(activation_checkpointing="selective")
 KEPT = ParallelConfig(reshard=False)
 ALL_BUT_EXPERTS = ("embed", "layers.0", "self_attn", "norm", "mlp.gate.", "lm_head")
+ALL_BUT_QUERIES = ("embed", "k_proj", "v_proj", "o_proj", "norm", "gate", "experts", "mlp", "lm_head")
+NARROW = {"sliding_window": 2}  # of which the halos of a row of 24 tokens are a fraction
 ALL_BUT_ROUTERS = ("embed", "self_attn", "norm", "experts", "_proj.", "lm_head")
 CASES = {
     2: {
@@ -161,6 +164,10 @@ CASES = {
         "cp x ep, full checkpointing, accumulation 3": Case({**CP2, **EP2}, FULL, batch=3),
         "cp, selective checkpointing, no balance loss": Case(CP2, SELECTIVE, moe=QUIET),
         "cp, bf16": Case(CP2, BF16),
+        "cp, halos, accumulation 3": Case(CP2, batch=3, micro=1, model=NARROW),
+        "cp, halos, full checkpointing": Case(CP2, FULL, model=NARROW),
+        "cp, halos, selective checkpointing": Case(CP2, SELECTIVE, model=NARROW),
+        "cp, halos, only queries": Case(CP2, frozen=ALL_BUT_QUERIES, sinks=False, model=NARROW, moe=QUIET),
         "cp, the first layers frozen, full checkpointing": Case(CP2, FULL, frozen=("embed", "layers.0"), sinks=False),
         "cp, only sinks": Case(CP2, frozen=("embed", "proj", "norm", "gate", "experts", "lm_head"), moe=QUIET),
         "cp, only experts": Case({**CP2, **EP2}, frozen=ALL_BUT_EXPERTS, sinks=False, moe=QUIET),
@@ -178,6 +185,7 @@ CASES = {
         "hsdp x ep 2, micro-batches of 2 rows, one short": Case({"replicate": 2, "expert": 2}, batch=12, micro=2),
         "cp 2 x fsdp 2 x ep 4, accumulation 2": Case({**CP2, "expert": 4}, batch=4),
         "cp 4": Case({"context": 4}, batch=2),
+        "cp 4 x ep 2, windows of one token": Case({"context": 4, **EP2}, batch=2, model={"sliding_window": 1}),
         "cp 2 x hsdp 2, a rank without a row": Case({**CP2, **HSDP}, batch=1),
         "a rank without a row": Case({"replicate": 2, "expert": 4}, batch=3),
     },

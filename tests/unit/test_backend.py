@@ -4,14 +4,16 @@ import subprocess
 import sys
 from dataclasses import fields
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
+import te_stand_in
 import torch
 from tiny_text import relative, tiny_config, tiny_model
 
 from automimo.attention import available_backends
-from automimo.backend import CHOICES, NOT_INSTALLED, BackendConfig
+from automimo.backend import CHOICES, NOT_INSTALLED, PACKAGES, BackendConfig, usable
 from automimo.errors import ConfigError
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
 from automimo.moe import EXPERT_BACKENDS
@@ -33,7 +35,7 @@ def test_defaults() -> None:
 
 
 def test_the_choices_are_those_of_the_parts() -> None:
-    assert set(CHOICES["attn"]) == set(available_backends())
+    assert set(CHOICES["attn"]) == {*available_backends(), "te"}  # te is no function but a module of the layer
     assert set(CHOICES["experts"]) == set(EXPERT_BACKENDS)
     assert not set(NOT_INSTALLED["attn"]) & set(CHOICES["attn"])
 
@@ -42,7 +44,6 @@ def test_the_choices_are_those_of_the_parts() -> None:
     ("field", "value", "words"),
     [
         ("attn", "flash", ["'flash' is unknown", "sdpa, eager"]),
-        ("attn", "te", ["'te' is not installed", "sdpa, eager"]),
         ("attn", "flex", ["'flex' is not installed", "sdpa, eager"]),
         ("attn", None, ["backend.attn", "None"]),
         ("linear", "te", ["backend.linear", "'te'", "torch"]),
@@ -58,6 +59,43 @@ def test_unknown_and_missing_choices(field: str, value: Any, words: list[str]) -
         BackendConfig(**{field: value})
     for word in words:
         assert word in str(error.value)
+
+
+def test_te_is_a_choice_exactly_where_transformer_engine_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)  # not found
+    assert usable("attn") == ("sdpa", "eager")
+    with pytest.raises(ConfigError) as error:
+        BackendConfig(attn="te")
+    for word in ("'te' is not installed", "pip install", "transformer_engine[pytorch]", "choose one of: sdpa, eager"):
+        assert word in str(error.value)
+    with pytest.raises(ConfigError, match=r"'flex' is not installed here; choose one of: sdpa, eager$"):
+        BackendConfig(attn="flex")
+
+    te_stand_in.install(monkeypatch)
+    assert usable("attn") == ("sdpa", "eager", "te")
+    assert BackendConfig(attn="te").attn == "te"
+    with pytest.raises(ConfigError, match=r"'flash' is unknown; choose one of: sdpa, eager, te$"):
+        BackendConfig(attn="flash")
+
+
+def test_packages_belong_to_choices() -> None:
+    for field, packages in PACKAGES.items():
+        assert set(packages) <= set(CHOICES[field])
+        assert usable(field)
+
+
+def test_looking_for_te_imports_nothing(tmp_path: Path) -> None:
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from automimo.backend import BackendConfig; "
+        "BackendConfig(attn='te'); print('torch' in sys.modules, 'transformer_engine' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split() == ["False", "False"]
 
 
 def test_unknown_fields_are_errors() -> None:
@@ -82,7 +120,7 @@ def test_every_combination_computes_the_same() -> None:
     with torch.no_grad():
         expected = reference(ids).logits
         for attn, norm, experts, gate in product(
-            CHOICES["attn"], CHOICES["rms_norm"], CHOICES["experts"], CHOICES["gate_precision"]
+            available_backends(), CHOICES["rms_norm"], CHOICES["experts"], CHOICES["gate_precision"]
         ):
             backend = BackendConfig(attn=attn, rms_norm=norm, experts=experts, gate_precision=gate)
             model = MiMoV2FlashForCausalLM(tiny_config(), backend=backend).eval()

@@ -2,7 +2,8 @@
 
 Every rank has L = T / R tokens of the stream and all H heads. One exchange gives it all T tokens of H / R heads, it
 attends as a process that is alone would, and a second exchange gives it back its tokens with all heads. That is exact
-for any mask, window and sink, because heads are independent of each other.
+for any mask, window and sink, because heads are independent of each other. Layers with a window keep their heads and
+fetch the keys before their tokens instead (`halo`) where that is cheaper.
 
 T tokens of the stream, L of this rank, R ranks, H query heads, K key-value heads, D query/key width, V value width.
 """
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from automimo.attention.dispatch import attend
+from automimo.attention.halo import HaloPlan, halo_attention, halo_pays, plan_halo
 from automimo.attention.layout import DocumentLayout, build_layout
 from automimo.distributed.context.partition import stream_order
 from automimo.distributed.rows import permute_rows
@@ -28,7 +30,7 @@ class SharedLayout:
 
     whole: the layout of the stream. places: int64 [L], where in the stream this rank's tokens are, in its order.
     order: int64 [T], for every token of the stream its place among the shares of all ranks put one after the other;
-    back: its inverse.
+    back: its inverse. halo: how layers with a window get the keys before their tokens; None where they exchange heads.
     """
 
     whole: DocumentLayout
@@ -36,6 +38,7 @@ class SharedLayout:
     places: Tensor
     order: Tensor
     back: Tensor
+    halo: HaloPlan | None
 
 
 def share_layout(
@@ -53,7 +56,18 @@ def share_layout(
         places=back.view(size, -1)[rank].to(device),
         order=order.to(device),
         back=back.to(device),
+        halo=None if window is None else choose_halo(boundaries, window, size, rank, device),
     )
+
+
+def choose_halo(
+    boundaries: Sequence[int], window: int, size: int, rank: int, device: torch.device | str
+) -> HaloPlan | None:
+    """The plan by which layers with this window exchange halos, or None where they do better to exchange heads; all
+    ranks decide the same."""
+    if not halo_pays(boundaries, window, size):
+        return None
+    return plan_halo(boundaries, window, size, rank, device)
 
 
 class ContextAttention:
@@ -81,6 +95,10 @@ class ContextAttention:
         backend: str,
     ) -> Tensor:
         """As `attention.attend` for this rank's tokens -> [L, H, V]; all ranks of the group call it."""
+        if layout.halo is not None and window == layout.halo.window:
+            return halo_attention(
+                q_LHD, k_LKD, v_LKV, sink, layout.halo, self.group, scale=scale, window=window, backend=backend
+            )
         heads = self.n_heads // self.size
         q_ThD, k_TkD, v_TkV = self._to_heads(q_LHD, k_LKD, v_LKV, layout)
         own = None if sink is None else sink[self.rank * heads : (self.rank + 1) * heads]

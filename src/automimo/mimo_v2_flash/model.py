@@ -24,6 +24,7 @@ from automimo.errors import CheckpointError, ConfigError
 from automimo.mimo_v2_flash.backbone import MiMoV2FlashBlock, MiMoV2FlashModel
 from automimo.mimo_v2_flash.config import MiMoV2Config, MiMoV2FlashConfig, dtype_name
 from automimo.mimo_v2_flash.config_files import with_window
+from automimo.mimo_v2_flash.cp import local_modal_feature_indices, prepare_inputs, without_media_places
 from automimo.mimo_v2_flash.export import own_entries, source_contents, split_contents
 from automimo.mimo_v2_flash.lm_head import LMHead
 from automimo.mimo_v2_flash.source import config_values, read_config, resolve_folder
@@ -80,6 +81,7 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module, MoEFSDPSyncMixin):
         "mlp.gate.weight",
         "e_score_correction_bias",
         "attention_sink_bias",
+        "attn_module.softmax_offset",
         "rotary_emb",
         "swa_rotary_emb",
     ]
@@ -206,7 +208,7 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module, MoEFSDPSyncMixin):
             padding_mask=padding_mask,
             cache=cache,
             collect=collect,
-            **kwargs,
+            **without_media_places(kwargs),
         )
         states = None if collect is None else tuple(collect)
         if targets is not None:
@@ -215,6 +217,19 @@ class MiMoV2FlashForCausalLM(HFCheckpointingMixin, nn.Module, MoEFSDPSyncMixin):
         output = compute_lm_head_logits(self.lm_head, hidden, logits_to_keep, is_thd=hidden.dim() == 2)
         output.hidden_states = states
         return output
+
+    def prepare_model_inputs_for_cp(self, batch: dict[str, Any], num_chunks: int = 1) -> dict[str, Any]:
+        """{"cp_sharder": a `ContextParallelSharder` strategy} for a packed batch under any attention backend.
+
+        It sets up this model's attention when it cuts its first batch; here no weight or layer is touched. `num_chunks`
+        are the micro-batches of a pipeline. Raises ConfigError (a ValueError) unless the batch is packed (thd).
+        """
+        return prepare_inputs(self, self.config, batch, num_chunks)
+
+    @staticmethod
+    def _local_modal_feature_indices(global_mask: Tensor | None, local_indices: Tensor | None) -> Tensor | None:
+        """See `cp.local_modal_feature_indices`."""
+        return local_modal_feature_indices(global_mask, local_indices)
 
     def get_input_embeddings(self) -> nn.Module:
         """The token embedding."""

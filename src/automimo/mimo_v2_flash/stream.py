@@ -69,10 +69,10 @@ def packed_stream(
     Raises ValueError for more than one row, missing or several boundary rows, and where the numbers do not fit.
     """
     floating = tokens.is_floating_point()
-    rank = tokens.dim() - int(floating)
-    if rank not in (1, 2):
+    dims = tokens.dim() - int(floating)
+    if dims not in (1, 2):
         raise ValueError(f"packed (thd) input must be [T] or [1, T] (plus the hidden axis), got {list(tokens.shape)}")
-    if rank == 2:
+    if dims == 2:
         if tokens.shape[0] != 1:
             raise ValueError(f"packed (thd) input must have batch size 1, got {tokens.shape[0]}")
         tokens = tokens.squeeze(0)

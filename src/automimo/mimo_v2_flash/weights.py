@@ -23,6 +23,9 @@ from automimo.moe.split_experts import expert_view
 # Parts of a release that a text run does not train. They go from the source to the export byte for byte.
 CARRIED_PREFIXES = ("model.mtp.", "visual.", "audio_encoder.", "speech_embeddings.")
 
+# A layer whose attention is that of Transformer Engine holds its sinks there.
+_SINK, _SINK_OF_TE = ".self_attn.attention_sink_bias", ".self_attn.attn_module.softmax_offset"
+
 _STACKED = re.compile(r"(?P<prefix>.*\.experts)\.(?P<stack>gate_and_up_projs|down_projs)$")
 
 
@@ -42,11 +45,16 @@ class Place:
         return expert_view(tensor[self.expert - first], self.part)
 
 
+def released_name(parameter: str) -> str:
+    """The name that releases have for one of our parameters or buffers that is one of theirs as a whole."""
+    return parameter.removesuffix(_SINK_OF_TE) + _SINK if parameter.endswith(_SINK_OF_TE) else parameter
+
+
 def places_of(parameter: str, num_experts: int) -> dict[str, Place]:
     """Checkpoint keys of one of our parameters. `num_experts` is only read for the stacks of experts."""
     match = _STACKED.match(parameter)
     if match is None:
-        return {parameter: Place(parameter)}
+        return {released_name(parameter): Place(parameter)}
     parts = ("down",) if match["stack"] == "down_projs" else ("gate", "up")
     return {
         f"{match['prefix']}.{expert}.{part}_proj.weight": Place(parameter, expert, part)

@@ -243,9 +243,8 @@ def cross_check(sections: dict[str, Any]) -> Iterator[Problem]:
     """Rules between keys. A section that cannot be made at all is missing from `sections` and is skipped."""
     model, moe, data = sections.get("model"), sections.get("moe"), sections.get("data")
     optim, train = sections.get("optim"), sections.get("train")
-    if isinstance(model, ModelSection) and (model.path is None) == (model.preset is None):
-        text = "give exactly one of model.path (start from a checkpoint) and model.preset (start from nothing)"
-        yield Problem("model", text, ("model.path", "model.preset"))
+    if isinstance(model, ModelSection):
+        yield from _check_model(model)
     if isinstance(moe, MoESection) and moe.router == "freeze":
         for key, value in (("moe.bias_update_speed", moe.bias_update_speed), ("moe.aux_loss", moe.aux_loss)):
             if value > 0:
@@ -266,6 +265,19 @@ def cross_check(sections: dict[str, Any]) -> Iterator[Problem]:
             schedule = schedule_problem(optim, train.steps)
             if schedule:
                 yield Problem("optim.warmup_steps", schedule, ("train.steps",))
+
+
+def _check_model(model: ModelSection) -> Iterator[Problem]:
+    if (model.path is None) == (model.preset is None):
+        text = "give exactly one of model.path (start from a checkpoint) and model.preset (start from nothing)"
+        yield Problem("model", text, ("model.path", "model.preset"))
+    if model.attention == "te":
+        if model.train_sinks:
+            text = "must be false with model.attention te, which can only use sinks, not train them: choose sdpa"
+            yield Problem("model.train_sinks", text, ("model.attention",))
+        if model.dtype == "float32":
+            text = "must be bfloat16 with model.attention te, whose packed kernels know no float32"
+            yield Problem("model.dtype", text, ("model.attention",))
 
 
 def _check_sources(data: DataSection) -> Iterator[Problem]:

@@ -10,13 +10,16 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.tensor import DTensor
 
+from automimo.attention import choose_halo
 from automimo.data.batches import share_rows
 from automimo.distributed.context.partition import chunks_of, padded_lengths
 from automimo.distributed.local import local_tensor
@@ -24,11 +27,13 @@ from automimo.distributed.mesh import ParallelSizes, build_meshes
 from automimo.distributed.world import is_distributed
 from automimo.errors import DistributedError
 from automimo.machine import GIB
+from automimo.mimo_v2_flash.backbone import MiMoV2FlashBlock
 from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
 from automimo.mimo_v2_flash.presets import preset_config
 from automimo.mimo_v2_flash.source import config_values, resolve_folder
 from automimo.moe import AllToAllDispatcher, moe_layers
+from automimo.training.collectives import Collective, MicroBatch, Traffic
 from automimo.training.optimizer import parameter_groups, select_trainable
 from automimo.training.place import Place
 from automimo.training.recipe import Recipe, check_schedule
@@ -44,7 +49,7 @@ from automimo.training.summary import (
     plural,
     short_number,
 )
-from automimo.training.traffic import Collective, MicroBatch, Traffic, count_traffic
+from automimo.training.traffic import count_traffic
 
 
 @dataclass(frozen=True)
@@ -165,15 +170,30 @@ def share_of_rank(
     tokens = [[_tokens_of(Place.of(r, sizes), row) * own for own in rows(Place.of(r, sizes))] for r in others]
     arriving = [sum(all_) / len(all_) for all_ in zip(*tokens, strict=True)]
     idle = padded_lengths([1], sizes.context)[0]  # one place of padding
+    window = next((block.self_attn.window for block in _blocks(model) if block.self_attn.window is not None), None)
+
+    @cache
+    def halo(length: int, documents: int) -> tuple[int, int] | None:
+        if window is None or sizes.context == 1:
+            return None
+        boundaries = range(0, (documents + 1) * length, length)
+        plan = choose_halo(boundaries, window, sizes.context, place.context_rank, "cpu")
+        return None if plan is None else (sum(plan.sent), plan.halo_rows)
+
     return [
         MicroBatch(
             tokens=own * _tokens_of(place, row),
             places=(own * padded or idle) // sizes.context,
             arriving=mean,
             documents=max(own, 1),
+            halo=halo(padded if own else idle, max(own, 1)),
         )
         for own, mean in zip(rows(place), arriving, strict=True)
     ]
+
+
+def _blocks(model: MiMoV2FlashForCausalLM) -> list[MiMoV2FlashBlock]:
+    return cast("list[MiMoV2FlashBlock]", list(model.model.layers.values()))
 
 
 def _tokens_of(place: Place, row: int) -> int:
@@ -247,7 +267,7 @@ def _describe_traffic(collectives: Sequence[Collective]) -> list[str]:
 
 
 def _in_order(collectives: Iterable[Collective]) -> list[Collective]:
-    order = {"parameters": 0, "gradients": 1, "tokens": 2, "heads": 3, "control": 4}
+    order = {"parameters": 0, "gradients": 1, "tokens": 2, "heads": 3, "halos": 4, "control": 5}
     return sorted(collectives, key=lambda c: order[c.what])
 
 

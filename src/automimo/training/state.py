@@ -23,6 +23,7 @@ from automimo.data import DataStream
 from automimo.distributed.local import local_tensor
 from automimo.distributed.world import max_numbers, rank, together
 from automimo.errors import TrainingError
+from automimo.mimo_v2_flash.weights import released_name
 from automimo.training.precision import MasterWeights
 from automimo.training.recipe import Recipe, differences
 
@@ -169,9 +170,9 @@ def restore(state: TrainingState, path: Path) -> None:
 
 
 def model_tensors(state: TrainingState) -> dict[str, Tensor]:
-    """Master weights and saved buffers by name (the live tensors, not copies)."""
-    tensors: dict[str, Tensor] = dict(state.model.state_dict())
-    tensors.update({name: master.detach() for name, master in state.masters.by_name.items()})
+    """Master weights and saved buffers by name (the live tensors, not copies), whatever `model.attention` calls them."""
+    tensors: dict[str, Tensor] = {released_name(name): tensor for name, tensor in state.model.state_dict().items()}
+    tensors.update({released_name(name): master.detach() for name, master in state.masters.by_name.items()})
     return tensors
 
 

@@ -6,7 +6,7 @@ change of the layout shows here without a second place that knows it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 from torch import nn
@@ -17,59 +17,26 @@ from automimo.mimo_v2_flash.attention import MiMoV2FlashAttention
 from automimo.mimo_v2_flash.backbone import MiMoV2FlashBlock
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
 from automimo.moe import AllToAllDispatcher, MoE, MoEConfig, moe_layers
+from automimo.training.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    FP32,
+    FP64,
+    INT64,
+    REDUCE_SCATTER,
+    Collective,
+    MicroBatch,
+    Traffic,
+)
 from automimo.training.fsdp_units import Unit, fsdp_units
-
-ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
-FP32, FP64, INT64 = 4, 8, 8
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective of a rank. `what`: parameters, gradients, tokens, heads or control. `ranks`: of its group.
-
-    payload: bytes of the whole tensor, which is the gathered one of an all-gather and what goes in of all others (of an
-    all-to-all, the rows for all ranks, our own included).
-    """
-
-    kind: str
-    what: str
-    ranks: int
-    payload: int
-
-    @property
-    def sent(self) -> float:
-        """Bytes that this rank sends to others: what a ring, or a direct all-to-all, takes."""
-        share = (self.ranks - 1) / self.ranks * self.payload
-        return 2 * share if self.kind == ALL_REDUCE else share
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """tokens: of this rank; places: with the padding of its documents. arriving: tokens of the ranks that share the
-    experts, as a mean over them, since balanced routing sends each of these ranks the same number of rows. documents:
-    of the rows that this rank has tokens of."""
-
-    tokens: int
-    places: int
-    arriving: float
-    documents: int
-
-
-@dataclass
-class Traffic:
-    """Collectives in the order of the host. parameters, gradients: the most bytes of gathered parameters, and of whole
-    gradients and their buffers, that exist at a time (the two may be at different times)."""
-
-    collectives: list[Collective] = field(default_factory=list)
-    parameters: int = 0
-    gradients: int = 0
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """A block's units, how its tokens travel, and which of its tensors have a gradient in backward: q, k or v, what
-    attention returns, rows that go to the experts, results that come back, what the router returns, what the block
-    returns."""
+    """A block's units, how its tokens travel, and which of its tensors have a gradient in backward: k or v, any of q, k
+    and v, what attention returns, rows that go to the experts, results that come back, what the router returns, what
+    the block returns."""
 
     block: Unit
     attention: MiMoV2FlashAttention
@@ -77,6 +44,7 @@ class _Layer:
     gate: Unit | None
     experts: Unit | None
     dispatcher: AllToAllDispatcher | None
+    keys_grad: bool
     heads_grad: bool
     attended_grad: bool
     rows_grad: bool
@@ -222,25 +190,45 @@ class _Step:
         self._post_backward(layer.gate, sync)
 
     def _attend(self, layer: _Layer, micro_batch: MicroBatch) -> None:
-        """Tokens to heads and back, where a stream is shared."""
-        for payload in self._heads(layer, micro_batch):
-            self._collective(ALL_TO_ALL, "heads", layer.attention.context_size, payload)
+        """Where a stream is shared: tokens to heads and back, or the halo of a layer with a window."""
+        ranks = layer.attention.context_size
+        if ranks == 1:
+            return
+        if layer.attention.window is not None and micro_batch.halo is not None:
+            self._halo(layer, micro_batch.halo[0])
+            return
+        self._collective(ALL_TO_ALL, "heads", ranks, self._heads_there(layer, micro_batch))
+        self._collective(ALL_TO_ALL, "heads", ranks, self._heads_back(layer, micro_batch))
 
     def _backward_attention(self, layer: _Layer, micro_batch: MicroBatch) -> None:
-        there, back = self._heads(layer, micro_batch) or (0, 0)
-        for wanted, payload in ((layer.attended_grad, back), (layer.heads_grad, there)):
-            if wanted and payload:
-                self._collective(ALL_TO_ALL, "heads", layer.attention.context_size, payload)
+        ranks = layer.attention.context_size
+        if ranks == 1:
+            return
+        if layer.attention.window is not None and micro_batch.halo is not None:
+            if layer.keys_grad:
+                self._halo(layer, micro_batch.halo[1])
+            return
+        if layer.attended_grad:
+            self._collective(ALL_TO_ALL, "heads", ranks, self._heads_back(layer, micro_batch))
+        if layer.heads_grad:
+            self._collective(ALL_TO_ALL, "heads", ranks, self._heads_there(layer, micro_batch))
 
-    def _heads(self, layer: _Layer, micro_batch: MicroBatch) -> tuple[int, ...]:
-        """Bytes of q, k and v, and of what attention returns; nothing where a stream is whole."""
+    def _halo(self, layer: _Layer, rows: int) -> None:
         attention = layer.attention
-        if attention.context_size == 1:
-            return ()
+        row = attention.num_kv_heads * (attention.head_dim + attention.v_head_dim) * self.embedding.itemsize
+        self._collective(ALL_TO_ALL, "halos", attention.context_size, rows * row, to_self=False)
+
+    def _heads_there(self, layer: _Layer, micro_batch: MicroBatch) -> int:
+        """Bytes of q, k and v."""
+        attention = layer.attention
         kv_heads = max(attention.num_kv_heads, attention.context_size)  # some are sent to several ranks
-        there = attention.num_heads * attention.head_dim + kv_heads * (attention.head_dim + attention.v_head_dim)
-        value = micro_batch.places * self.embedding.itemsize
-        return there * value, attention.num_heads * attention.v_head_dim * value
+        row = attention.num_heads * attention.head_dim + kv_heads * (attention.head_dim + attention.v_head_dim)
+        return micro_batch.places * row * self.embedding.itemsize
+
+    def _heads_back(self, layer: _Layer, micro_batch: MicroBatch) -> int:
+        """Bytes of what attention returns."""
+        attention = layer.attention
+        return micro_batch.places * attention.num_heads * attention.v_head_dim * self.embedding.itemsize
 
     def _balance(self, layer: _Layer, micro_batch: MicroBatch) -> None:
         """The counts of the balance loss, which is a matter of whole documents."""
@@ -348,15 +336,15 @@ class _Step:
     def _note_gradients(self, fresh: int) -> None:
         self.traffic.gradients = max(self.traffic.gradients, self.summed + self.reducing + fresh)
 
-    def _collective(self, kind: str, what: str, ranks: int, payload: int) -> None:
-        self.traffic.collectives.append(Collective(kind, what, ranks, payload))
+    def _collective(self, kind: str, what: str, ranks: int, payload: int, *, to_self: bool = True) -> None:
+        self.traffic.collectives.append(Collective(kind, what, ranks, payload, to_self))
 
 
 def _layer(block: MiMoV2FlashBlock, units: dict[nn.Module, Unit], grad: bool) -> _Layer:
     """`grad`: whether the stream that comes in has a gradient."""
     attention = block.self_attn
-    projections = (block.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj)
-    heads = grad or any(map(_trained, projections))
+    keys = grad or any(map(_trained, (block.input_layernorm, attention.k_proj, attention.v_proj)))
+    heads = keys or _trained(attention.q_proj)
     sink = attention.attention_sink_bias
     attended = heads or (sink is not None and sink.requires_grad)
     attention_grad = attended or _trained(attention.o_proj)
@@ -364,7 +352,7 @@ def _layer(block: MiMoV2FlashBlock, units: dict[nn.Module, Unit], grad: bool) ->
     unit, mlp = units[block], block.mlp
     if not isinstance(mlp, MoE):
         out = rows or _trained(mlp)
-        return _Layer(unit, attention, None, None, None, None, heads, attended, False, False, False, out)
+        return _Layer(unit, attention, None, None, None, None, keys, heads, attended, False, False, False, out)
     dispatcher = mlp.experts.dispatcher
     gate, results = rows or _trained(mlp.gate), rows or _trained(mlp.experts)
     return _Layer(
@@ -374,6 +362,7 @@ def _layer(block: MiMoV2FlashBlock, units: dict[nn.Module, Unit], grad: bool) ->
         units[mlp.gate],
         units[mlp.experts],
         dispatcher if isinstance(dispatcher, AllToAllDispatcher) else None,
+        keys,
         heads,
         attended,
         rows,
