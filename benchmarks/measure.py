@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 
 def reset_peak() -> None:
@@ -39,14 +40,14 @@ def measure(work: Callable[[], object], repeats: int = 3) -> tuple[float, float]
     return min(seconds), peak_mib() - before
 
 
-def spawn_ranks(script: str, request: dict, ranks: int) -> list[dict]:
+def spawn_ranks(script: str, request: dict, ranks: int, variables: Mapping[str, str] = MappingProxyType({})) -> list:
     """Run `script --measure REQUEST` in `ranks` processes of one thread; the JSON object in the last line of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = []
     for rank in range(ranks):
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
         if ranks > 1:
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -29,7 +29,13 @@ def exchanged(plans: list[HaloPlan], boundaries: list[int]) -> list[list[int]]:
         for target, (start, stop) in enumerate(pairwise(accumulate(plan.sent, initial=0))):
             assert stop - start == plans[target].got[source]
             arrived[target] += leaving[start:stop]
-    return [[(shares[rank] + arrived[rank])[place] for place in plan.place.tolist()] for rank, plan in enumerate(plans)]
+    extended = []
+    for rank, plan in enumerate(plans):
+        places = plan.own.tolist() + plan.halo.tolist()
+        assert sorted(places) == list(range(len(places)))
+        tokens = shares[rank] + arrived[rank]
+        extended.append([token for _, token in sorted(zip(places, tokens, strict=True))])
+    return extended
 
 
 def check_plans(boundaries: list[int], window: int, size: int) -> None:
@@ -115,4 +121,4 @@ def test_errors() -> None:
 
 def test_plan_goes_to_the_device_asked_for() -> None:
     plan = plan_halo([0, 16], 4, 2, 0, torch.device("meta"))
-    assert {plan.send_index.device.type, plan.place.device.type, plan.own.device.type} == {"meta"}
+    assert {plan.send_index.device.type, plan.halo.device.type, plan.own.device.type} == {"meta"}

@@ -20,7 +20,7 @@ from automimo.attention.dispatch import attend
 from automimo.attention.halo import HaloPlan, halo_attention, halo_pays, plan_halo
 from automimo.attention.layout import DocumentLayout, build_layout
 from automimo.distributed.context.partition import stream_order
-from automimo.distributed.rows import permute_rows
+from automimo.distributed.rows import permute_rows, split_permuted
 from automimo.errors import ConfigError
 
 
@@ -50,13 +50,15 @@ def share_layout(
     """
     order = stream_order(boundaries, size)
     back = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
+    halo = None if window is None else choose_halo(boundaries, window, size, rank, device)
     return SharedLayout(
-        whole=build_layout(boundaries, window=window, device=device),
+        # With halos nobody asks for the window's tiles, which take 640 bytes per token of the whole stream.
+        whole=build_layout(boundaries, window=window if halo is None else None, device=device),
         size=size,
         places=back.view(size, -1)[rank].to(device),
         order=order.to(device),
         back=back.to(device),
-        halo=None if window is None else choose_halo(boundaries, window, size, rank, device),
+        halo=halo,
     )
 
 
@@ -105,6 +107,7 @@ class ContextAttention:
         out_ThV = attend(
             q_ThD, k_TkD, v_TkV, layout=layout.whole, window=window, sink=own, scale=scale, backend=backend
         )
+        del q_ThD, k_TkD, v_TkV
         return self._to_tokens(out_ThV, layout)
 
     def _to_heads(
@@ -115,17 +118,23 @@ class ContextAttention:
         if copies > 1:
             k_LKD, v_LKV = k_LKD.repeat_interleave(copies, 1), v_LKV.repeat_interleave(copies, 1)
         parts = [x.unflatten(1, (self.size, -1)).transpose(0, 1) for x in (q_LHD, k_LKD, v_LKV)]  # [R, L, h, n]
-        sent_RLW = torch.cat([part.flatten(2) for part in parts], -1)
-        received_RLW = all_to_all_single_autograd(sent_RLW, None, None, self.group)
-        stream_TW = permute_rows(received_RLW.flatten(0, 1), layout.order, layout.back)
         shapes = [part.shape[2:] for part in parts]
-        q, k, v = stream_TW.split([shape.numel() for shape in shapes], -1)
+        # Nested, so that no more than two copies exist at a time.
+        q, k, v = split_permuted(
+            all_to_all_single_autograd(
+                torch.cat([part.flatten(2) for part in parts], -1), None, None, self.group
+            ).flatten(0, 1),
+            [shape.numel() for shape in shapes],
+            layout.order,
+            layout.back,
+        )
         return q.unflatten(-1, shapes[0]), k.unflatten(-1, shapes[1]), v.unflatten(-1, shapes[2])
 
     def _to_tokens(self, out_ThV: Tensor, layout: SharedLayout) -> Tensor:
         """[T, the heads of this rank] -> [L, all heads]."""
-        shares_TW = permute_rows(out_ThV.flatten(1), layout.back, layout.order)
-        received_RLW = all_to_all_single_autograd(shares_TW, None, None, self.group).unflatten(0, (self.size, -1))
+        received_RLW = all_to_all_single_autograd(
+            permute_rows(out_ThV.flatten(1), layout.back, layout.order), None, None, self.group
+        ).unflatten(0, (self.size, -1))
         return received_RLW.transpose(0, 1).unflatten(-1, out_ThV.shape[1:]).flatten(1, 2)
 
 

@@ -36,9 +36,8 @@ class HaloPlan:
     """What follows from the document boundaries for the sliding layers of one rank. Made by `plan_halo`.
 
     `send_index` int64 [N]: own rows in the order of the ranks they go to; `sent` and `got` rows to and from each rank.
-    `place` int64 [E]: for each row of the extended stream its place in the own rows followed by those that arrive.
-    `own` int64 [S]: the place of each own row in the extended stream. `layout`: the extended stream, one document per
-    piece. Tensors are on the device of the stream.
+    `own` int64 [S] and `halo` int64 [M]: the places of the own rows, and of those that arrive, in the extended stream.
+    `layout`: the extended stream, one document per piece. Tensors are on the device of the stream.
     """
 
     size: int
@@ -48,8 +47,8 @@ class HaloPlan:
     sent: tuple[int, ...]
     got: tuple[int, ...]
     send_index: Tensor
-    place: Tensor
     own: Tensor
+    halo: Tensor
     layout: DocumentLayout
 
     @property
@@ -89,8 +88,8 @@ def plan_halo(
         sent=tuple(places.numel() for places in send),
         got=tuple(owner_M.bincount(minlength=size).tolist()),
         send_index=torch.cat(send).to(device),
-        place=place_E.to(device),
         own=extended_E[:rows].to(device),
+        halo=extended_E[rows:].to(device),
         layout=build_layout(_pieces(stream_E, boundaries), window=window, device=device),
     )
 
@@ -179,12 +178,39 @@ def halo_attention(
     sent_NC = torch.cat([_leaving(k_SKD, plan), _leaving(v_SKV, plan)], 1)
     got_MC = all_to_all_single_autograd(sent_NC, list(plan.got), list(plan.sent), group)
     # Halo rows ask nothing: their queries are 0 and their outputs are dropped. Placed while the rows travel.
-    q_EHD = q_SHD.new_zeros(plan.place.numel(), *q_SHD.shape[1:]).index_copy(0, plan.own, q_SHD)
+    q_EHD = _extended(q_SHD, None, plan)
     got_k, got_v = got_MC.split([k_SKD.shape[1:].numel(), v_SKV.shape[1:].numel()], 1)
-    k_EKD = torch.cat([k_SKD, got_k.unflatten(1, k_SKD.shape[1:])]).index_select(0, plan.place)
-    v_EKV = torch.cat([v_SKV, got_v.unflatten(1, v_SKV.shape[1:])]).index_select(0, plan.place)
+    k_EKD = _extended(k_SKD, got_k.unflatten(1, k_SKD.shape[1:]), plan)
+    v_EKV = _extended(v_SKV, got_v.unflatten(1, v_SKV.shape[1:]), plan)
     out_EHV = attend(q_EHD, k_EKD, v_EKV, layout=plan.layout, window=window, sink=sink_H, scale=scale, backend=backend)
     return out_EHV.index_select(0, plan.own)
+
+
+def _extended(x_SKN: Tensor, halo_MKN: Tensor | None, plan: HaloPlan) -> Tensor:
+    """Own rows and halo (None: zeros) at their places in the extended stream: [E, K, N]."""
+    rows_EKN: Tensor = _Extended.apply(x_SKN, halo_MKN, plan.own, plan.halo)
+    return rows_EKN
+
+
+class _Extended(torch.autograd.Function):
+    """One copy of every row on the way there and back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_SKN: Tensor, halo_MKN: Tensor | None, own_S: Tensor, halo_M: Tensor) -> Tensor:
+        ctx.save_for_backward(own_S, halo_M)
+        ctx.has_halo = halo_MKN is not None
+        rows_EKN = x_SKN.new_empty(own_S.numel() + halo_M.numel(), *x_SKN.shape[1:])
+        rows_EKN.index_copy_(0, own_S, x_SKN)
+        if halo_MKN is None:
+            return rows_EKN.index_fill_(0, halo_M, 0)
+        return rows_EKN.index_copy_(0, halo_M, halo_MKN)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_EKN: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        own_S, halo_M = ctx.saved_tensors
+        halo = grad_EKN.index_select(0, halo_M) if ctx.has_halo else None
+        return grad_EKN.index_select(0, own_S), halo, None, None
 
 
 def _leaving(x_SKN: Tensor, plan: HaloPlan) -> Tensor:

@@ -170,7 +170,7 @@ def restore(state: TrainingState, path: Path) -> None:
 
 
 def model_tensors(state: TrainingState) -> dict[str, Tensor]:
-    """Master weights and saved buffers by name (the live tensors, not copies), whatever `model.attention` calls them."""
+    """Master weights and saved buffers by released name, the same for every attention: live tensors, not copies."""
     tensors: dict[str, Tensor] = {released_name(name): tensor for name, tensor in state.model.state_dict().items()}
     tensors.update({released_name(name): master.detach() for name, master in state.masters.by_name.items()})
     return tensors
