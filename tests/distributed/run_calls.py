@@ -35,6 +35,7 @@ optim: {lr: 0.01, warmup_steps: 2}
 train: {steps: 8, batch: 5, micro_batch: 1, evaluate_every: 4, save_every: 2, final: fp32}
 """
 EP = "parallel.expert=2"
+CP = "parallel.context=2"
 HSDP = ("parallel.expert=2", "parallel.replicate=2")
 WORDS = ["gate", "expert", "window", "sink", "router", "token", "value", "norm", "query", "key", "layer", "stream"]
 RARE = "zebra"  # in one document alone

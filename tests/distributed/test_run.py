@@ -5,17 +5,18 @@ import time
 from pathlib import Path
 
 import pytest
-from run_calls import EP, HSDP, Starter, reference
+from run_calls import CP, EP, HSDP, Starter, reference
 from run_compare import assert_equal_runs, assert_identical_runs, assert_same_metrics, last_values, rows, timeless
 
 # A SIGTERM for the last rank alone, during step STOP: all save that step and end.
 STOP_ONE = """
 import os, signal
 import automimo.training.loop as loop
+from automimo.distributed.world import rank, world_size
 step = loop._step
 def stopping(state, work):
     row = step(state, work)
-    if row["step"] == STOP and work.world.rank == work.world.size - 1:
+    if row["step"] == STOP and rank() == world_size() - 1:
         os.kill(os.getpid(), signal.SIGTERM)
     return row
 loop._step = stopping
@@ -49,6 +50,10 @@ def test_nproc_with_expert_parallelism_equals_one_process(runs_folder: Path) -> 
     ("nproc", "overrides"),
     [
         pytest.param(2, ["train.async_save=true"], id="fsdp-async"),
+        pytest.param(2, [CP, EP], id="cp2-ep2"),
+        pytest.param(4, [CP, EP, "train.micro_batch=5"], id="cp2-fsdp2-ep2", marks=pytest.mark.slow),
+        pytest.param(4, [CP, HSDP[1]], id="cp2-copies2", marks=pytest.mark.slow),
+        pytest.param(2, [CP, "train.activation_checkpointing=full"], id="cp2-full", marks=pytest.mark.slow),
         pytest.param(
             4, [*HSDP, "train.activation_checkpointing=selective"], id="hsdp-ep-selective", marks=pytest.mark.slow
         ),
@@ -81,6 +86,8 @@ def test_an_epoch_ends_with_a_step_that_has_fewer_rows_than_ranks(runs: Starter,
     "layouts",
     [
         pytest.param([(4, HSDP), (2, (EP,)), (1, ())], id="4-2-1"),
+        pytest.param([(4, (CP, EP)), (2, (CP,)), (1, ())], id="cp 4-2-1", marks=pytest.mark.slow),
+        pytest.param([(1, ()), (2, (CP,)), (4, (CP, HSDP[1]))], id="cp 1-2-4", marks=pytest.mark.slow),
         pytest.param([(1, ()), (2, ()), (4, ("parallel.expert=4",))], id="1-2-4", marks=pytest.mark.slow),
         pytest.param([(2, (EP,)), (3, ()), (2, ())], id="2-3-2", marks=pytest.mark.slow),
     ],

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_calls import EP, HSDP, Job, Starter, reference
+from run_calls import CP, EP, HSDP, Job, Starter, reference
 from run_compare import assert_identical_runs, last_values, rows, timeless
 
 # Saves take longer here, before and after the files are written, so that kills land in them. Whatever the timing is,
@@ -86,6 +86,7 @@ LAYOUTS = {
     "ep2": (2, (EP,)),
     "fsdp2-async": (2, ("train.async_save=true",)),
     "hsdp-ep": (4, HSDP),
+    "cp2-ep2": (2, (CP, EP)),
     "ep4-async": (4, ("parallel.expert=4", "train.async_save=true")),
 }
 
@@ -94,6 +95,7 @@ LAYOUTS = {
     ("layout", "kills"),
     [
         pytest.param("ep2", 6, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
+        pytest.param("cp2-ep2", 4, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
         pytest.param("fsdp2-async", 6, marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
         *(pytest.param(name, 20, marks=[pytest.mark.soak, pytest.mark.timeout(0)]) for name in LAYOUTS),
     ],
