@@ -144,7 +144,7 @@ def train(
         return run_rehearsal(loaded, world_size)
     from automimo.training import run_training
 
-    return run_training(loaded, dry_run=dry_run)
+    return run_training(loaded, dry_run=dry_run, ranks=nproc)
 
 
 @verb

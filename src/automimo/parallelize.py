@@ -66,10 +66,6 @@ def _refuse(meshes: Meshes, config: ParallelConfig) -> None:
         raise ConfigError(f"model.dtype {config.dtype} cannot be trained; choose float32 or bfloat16")
 
 
-def _blocks(model: MiMoV2FlashForCausalLM) -> list[MiMoV2FlashBlock]:
-    return cast("list[MiMoV2FlashBlock]", list(model.model.layers.values()))
-
-
 def _share_experts(model: MiMoV2FlashForCausalLM, meshes: Meshes, config: ParallelConfig) -> None:
     """Expert parallelism: each rank along `ep` keeps its share of every layer's experts, and tokens travel to them."""
     if meshes.expert is None:
@@ -99,7 +95,7 @@ def compile_blocks(model: MiMoV2FlashForCausalLM) -> None:
     Not whole blocks: attention and experts are autograd functions over hand-made tiles and groups, whose loops the
     compiler would unroll (minutes per length of text), and its rule for grouped_mm knows bf16 only.
     """
-    for block in _blocks(model):
+    for block in model.model.blocks():
         for module in block.modules():
             if isinstance(module, MiMoV2RMSNorm | SwiGLU):
                 module.compile(dynamic=True)
@@ -124,7 +120,7 @@ def _shard(model: MiMoV2FlashForCausalLM, meshes: Meshes, config: ParallelConfig
             ignored_params=whole,
         )  # fmt: skip
 
-    for block in _blocks(model):
+    for block in model.model.blocks():
         if isinstance(block.mlp, MoE):
             expert_mesh = mesh if meshes.expert is None else meshes.expert[EP_SHARD]
             fully_shard(
@@ -142,7 +138,7 @@ def _shard(model: MiMoV2FlashForCausalLM, meshes: Meshes, config: ParallelConfig
         cast("FSDPModule", module).set_unshard_in_backward(False)
     _sum_gradients(model)
     if config.prefetch:
-        _prefetch(_blocks(model), config.prefetch)
+        _prefetch(model.model.blocks(), config.prefetch)
 
 
 def _expert_placement(mesh: DeviceMesh, meshes: Meshes) -> Callable[[nn.Parameter], Shard]:

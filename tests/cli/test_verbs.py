@@ -67,6 +67,19 @@ def test_train_takes_overrides_and_dry_runs(tiny_recipe: Path, tmp_path: Path, c
     assert not output.exists()
 
 
+def test_a_dry_run_checks_the_layout_of_the_processes_it_is_told(tiny_recipe: Path, tmp_path: Path, call: Call) -> None:
+    train = ("train", tiny_recipe, f"output={tmp_path / 'dry'}", "--dry-run")
+    done = call(*train, "parallel.context=2")
+    assert done.returncode == 0, done.stderr
+    assert "layout   not checked: how many processes is not known; add --nproc N" in done.stdout
+    done = call(*train, "--nproc", "4", "parallel.context=2")
+    assert "ranks    4: 1 copy of the model in 4 shards" in done.stdout
+    assert "2 ranks share the tokens of a row" in done.stdout and "GiB per rank" in done.stdout
+    check_readable_failure(call(*train, "parallel.context=7"), "over 7 ranks", "query and key/value head counts")
+    check_readable_failure(call(*train, "--nproc", "3", "parallel.context=2"), "3 processes", "parallel.context 2")
+    assert not (tmp_path / "dry").exists()
+
+
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [

@@ -11,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from tiny_text import VOCAB, tiny_config, tiny_model
+from tiny_text import VOCAB, WINDOW, tiny_config, tiny_model
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from toy import relative
 
+from automimo.attention import KVCache
+from automimo.attention.halo import halo_pays
 from automimo.backend import BackendConfig
 from automimo.data import Example
 from automimo.data.batches import Batch, collate
@@ -63,6 +65,7 @@ CASES = {
     8: {
         "4 and 8 key-value heads": Documents((70, 1, 33, 16), FLASH_HEADS),
         "every length": Documents(tuple(range(1, 34)), FLASH_HEADS),
+        "halos": Documents((300, 1), {**FLASH_HEADS, "sliding_window": 3}),
     },
 }
 
@@ -182,6 +185,16 @@ def test_a_batch_that_was_cut_for_other_ranks_is_refused(batch: dict[str, int], 
         tiny_model()(torch.zeros(4, dtype=torch.int64), cu_seqlens=torch.tensor([0, 4]), **batch)
 
 
+@pytest.mark.parametrize(
+    ("size", "name", "pays"),
+    [(2, "one giant document", True), (4, "one giant document", True), (8, "halos", True), (8, "every length", False)],
+)
+def test_both_ways_of_sliding_layers_are_among_the_cases(size: int, name: str, pays: bool) -> None:
+    case = CASES[size][name]
+    batch = Place(context_ranks=size).tokens_of(make_batch(case))
+    assert halo_pays(batch.cu_seqlens.tolist(), case.model.get("sliding_window", WINDOW), size) == pays
+
+
 def refusals(rank: int) -> list[str]:
     model = tiny_model()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
@@ -210,6 +223,7 @@ def unfit_batches(rank: int) -> list[str]:
         (ids[None], shared),
         (ids, {"cu_seqlens": torch.tensor([0, 6, 8]), **shared}),
         (ids, {"cu_seqlens": torch.tensor([0, 4]), **shared}),
+        (ids, {"cu_seqlens": torch.tensor([0, 8]), "cache": KVCache(4), **shared}),
     ):
         with pytest.raises(ValueError) as caught:
             model(tokens, **batch)
@@ -218,8 +232,9 @@ def unfit_batches(rank: int) -> list[str]:
 
 
 def test_streams_that_do_not_fit_the_ranks_are_refused_with_the_numbers() -> None:
-    uncut, padded, indivisible, short = run_ranks(2, unfit_batches)[1]
+    uncut, padded, indivisible, short, cached = run_ranks(2, unfit_batches)[1]
     assert "cp_size is 1, but 2 ranks share the streams of this model" in uncut
     assert "needs a packed (thd) stream" in padded
     assert "document 0 has 6 tokens, which is not divisible by 2 * cp_size = 4" in indivisible
     assert "cu_seqlens end at 4 but the stream has 4 tokens on each of 2 ranks" in short
+    assert "a cache needs whole streams, but 2 ranks share" in cached

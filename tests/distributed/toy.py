@@ -33,12 +33,19 @@ def stream(seed: int = 0, count: int = 60, row: int = 24) -> DataStream:
     return DataStream(ragged_examples(VOCAB, count, row, seed), sequence_length=row)
 
 
+def long_and_tiny() -> DataStream:
+    """Rows of one document of nearly 96 tokens and rows of documents of at most 8."""
+    long = [example for example in ragged_examples(VOCAB, 60, 96, 1) if len(example.input_ids) > 88]
+    return DataStream([*long, *ragged_examples(VOCAB, 60, 8, 2)], sequence_length=96)
+
+
 @dataclass(frozen=True)
 class Case:
     """mesh: arguments of infer_sizes. batch: rows per step. micro: rows per forward pass of a rank. masked: rows with
     an odd number have no target. frozen: parts of names that are not trained. unused: with a layer that forward never
     calls. dead_experts: the routers' bias keeps tokens from half of the experts. experts: backend of the matmul. data:
-    where the rows come from. model: changes of the config."""
+    where the rows come from. model: changes of the config. lr: of AdamW, whose first step moves by lr also where a
+    gradient is little more than rounding."""
 
     mesh: dict[str, int] = field(default_factory=dict)
     config: ParallelConfig = field(default_factory=ParallelConfig)
@@ -53,6 +60,7 @@ class Case:
     sinks: bool = True
     frozen: tuple[str, ...] = ()
     clip: float | None = None
+    lr: float = 3e-3
     data: Callable[[], DataStream] = stream
     model: dict[str, Any] = field(default_factory=dict)
     moe: dict[str, Any] = field(default_factory=lambda: {"gate_bias_update_factor": 0.01, "aux_loss_coeff": 0.02})
@@ -123,7 +131,7 @@ def batches(data: DataStream, case: Case, place: Place) -> list[Batch]:
 def _train(model: MiMoV2FlashForCausalLM, case: Case, place: Place) -> Outcome:
     outcome = Outcome()
     masters = MasterWeights(model, torch.float32)
-    optimizer = make_optimizer(masters.trainable, OptimSection(lr=3e-3))
+    optimizer = make_optimizer(masters.trainable, OptimSection(lr=case.lr))
     margins: list[float] = []
     for layer in moe_layers(model).values() if place == Place() else ():
         layer.gate.register_forward_hook(lambda gate, inputs, _: margins.append(_margin(gate, inputs[0])))

@@ -121,8 +121,7 @@ def _halo_rows(boundaries: Sequence[int], window: int, size: int, rank: int) -> 
     """Places in the stream of the rows whose keys `rank` needs and does not own: int64 [M], ascending."""
     if window < 1:
         raise ConfigError(f"window is {window}; a query sees at least itself, so it must be 1 or more")
-    chunks = torch.tensor(chunks_of(boundaries, size, rank), dtype=torch.int64).view(-1, 3)
-    document, first, stop = chunks.unbind(1)
+    document, first, stop = chunks_of(boundaries, size, rank).unbind(1)
     first_key = torch.maximum(torch.tensor(boundaries)[document], first - (window - 1))
     total = boundaries[-1]
     return (_covered(first_key, stop, total) & ~_covered(first, stop, total)).nonzero().squeeze(1)

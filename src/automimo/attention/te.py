@@ -17,6 +17,7 @@ from torch import Tensor
 from automimo.attention.context import SharedLayout
 from automimo.attention.dispatch import check_shapes
 from automimo.attention.layout import DenseLayout, DocumentLayout
+from automimo.distributed.context.te_batch import check_rule_of_te
 from automimo.errors import ConfigError, TrainingError
 from automimo.fp32 import KeepFp32
 
@@ -105,6 +106,8 @@ class TeAttention(KeepFp32):
         """
         if stream is None and torch.cuda.is_available():
             stream = torch.cuda.Stream()
+        if torch.cuda.is_available():
+            check_rule_of_te(group.size(), group.rank(), torch.device("cuda", torch.cuda.current_device()))
         self.ranks, self._context = group.size(), (group, stream)
         self._core.clear()
         self._ready_core()

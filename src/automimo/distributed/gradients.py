@@ -41,6 +41,11 @@ def sum_replicated_gradients(parameters: Iterable[Tensor]) -> None:
             parameter.grad = total.view_as(parameter).to(parameter.dtype)
 
 
+# torch's norm on a CPU adds up in fp32 in one go: relative errors of 9e-5 for 4 M values and 5e-3 for 64 M, so that a
+# norm would depend on how tensors are cut. The norms of pieces of this many values are added up in fp64.
+PIECE = 1 << 16
+
+
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[Tensor]) -> float:
     """Global L2 norm of the gradients over all ranks, the same number on each; parameters without one count as 0.
@@ -55,8 +60,10 @@ def gradient_norm(parameters: Iterable[Tensor]) -> float:
             part = local_tensor(parameter.grad)
             gradients.setdefault((copies(parameter, ranks), part.device), []).append(part)
     squares = 0.0
-    for (number, _), parts in gradients.items():
-        norms = torch._foreach_norm([part for part in parts if part.numel()])
+    for (number, device), parts in gradients.items():
+        size = PIECE if device.type == "cpu" else None
+        pieces = [piece for part in parts for piece in part.flatten().split(size or max(part.numel(), 1))]
+        norms = torch._foreach_norm([piece for piece in pieces if piece.numel()])
         if norms:
             squares += float(torch.stack([norm.double() for norm in norms]).square().sum()) / number
     return math.sqrt(sum_numbers([squares])[0])

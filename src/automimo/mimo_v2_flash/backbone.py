@@ -5,7 +5,6 @@ Legend: T tokens of the stream, D hidden, R rotary width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -212,12 +211,14 @@ class MiMoV2FlashModel(nn.Module):
         if tokens is None:
             raise ValueError("pass input_ids or inputs_embeds; both are None")
         packed = qkv_format == "thd" or cu_seqlens is not None
-        self._check_context(cp_size, cp_rank, packed)
+        self._check_context(cp_size, cp_rank, packed, cache is not None)
         if isinstance(max_seqlen, Tensor) and max_seqlen.numel() != 1:
             raise ValueError(f"max_seqlen must be a scalar, got shape {list(max_seqlen.shape)}")
         if cache is not None and cache.batch > 0:
             return self._decode(tokens, cache)
         window = self.config.sliding_window if self.has_sliding_layers else None
+        if cp_size > 1 and self.backend.attn == "te":
+            window = None  # it has masks and an exchange of its own
         if packed:
             stream = packed_stream(
                 tokens, position_ids, padding_mask, cu_seqlens, cu_seqlens_padded, window, cp_size, cp_rank
@@ -229,9 +230,9 @@ class MiMoV2FlashModel(nn.Module):
         x_TD = self._run(stream, cache, collect)
         return stream.unpack(x_TD)
 
-    def _check_context(self, size: int, rank: int, packed: bool) -> None:
+    def _check_context(self, size: int, rank: int, packed: bool, cached: bool) -> None:
         """Raises ValueError unless the batch was cut for the ranks that share this model's streams."""
-        ranks = next((block.self_attn.context_size for block in self._blocks()), 1)
+        ranks = next((block.self_attn.context_size for block in self.blocks()), 1)
         if size != ranks:
             hint = "cut the batch with a context-parallel sharder" if size == 1 else "call setup_cp_attention first"
             raise ValueError(f"cp_size is {size}, but {ranks} ranks share the streams of this model: {hint}")
@@ -239,6 +240,8 @@ class MiMoV2FlashModel(nn.Module):
             raise ValueError(f"cp_rank is {rank}, but there are {size} context-parallel ranks")
         if size > 1 and not packed:
             raise ValueError("context parallelism needs a packed (thd) stream with cu_seqlens")
+        if size > 1 and cached:
+            raise ValueError(f"a cache needs whole streams, but {size} ranks share those of this model")
 
     def _batch_stream(
         self,
@@ -273,7 +276,7 @@ class MiMoV2FlashModel(nn.Module):
         rotary = self._rotary(x_TD, stream.position_ids)
         recompute = self.activation_checkpointing != "none" and self.training and torch.is_grad_enabled()
         contexts = selective_contexts if self.activation_checkpointing == "selective" else router_frozen_contexts
-        for block in self._blocks():
+        for block in self.blocks():
             if collect is not None:
                 collect.append(stream.unpack(x_TD))
             inputs = (x_TD, rotary[block.attention_type], stream.layout, stream.routed, stream.documents, cache)
@@ -291,8 +294,9 @@ class MiMoV2FlashModel(nn.Module):
             collect.append(stream.unpack(x_TD))
         return x_TD
 
-    def _blocks(self) -> Iterable[MiMoV2FlashBlock]:
-        return cast("Iterable[MiMoV2FlashBlock]", self.layers.values())
+    def blocks(self) -> list[MiMoV2FlashBlock]:
+        """The blocks in their order."""
+        return cast("list[MiMoV2FlashBlock]", list(self.layers.values()))
 
     def _rotary(self, x_TD: Tensor, position_ids: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """cos and sin per layer kind: the two kinds have different thetas, so one table for all layers is wrong."""
@@ -306,7 +310,7 @@ class MiMoV2FlashModel(nn.Module):
         x_TD = tokens.flatten() if not tokens.is_floating_point() else tokens.flatten(0, -2)
         x_TD = x_TD if x_TD.is_floating_point() else self.embed_tokens(x_TD)
         rotary = self._rotary(x_TD, cache.lengths)
-        for block in self._blocks():
+        for block in self.blocks():
             x_TD, _ = block(x_TD, rotary[block.attention_type], None, None, None, cache)
         return self.norm(x_TD).unsqueeze(1)
 
@@ -318,6 +322,6 @@ class MiMoV2FlashModel(nn.Module):
         """
         del buffer_device
         nn.init.normal_(self.embed_tokens.weight)
-        for block in self._blocks():
+        for block in self.blocks():
             block.init_weights(self.config.initializer_range)
         self.norm.reset_parameters()

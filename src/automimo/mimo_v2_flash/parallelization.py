@@ -34,7 +34,7 @@ def setup_mimo_te_context_parallel(model: nn.Module, cp_mesh: DeviceMesh | None)
 
     model: a whole model or one pipeline stage, wrapped for activation checkpointing or not. The attention decides what
     its backend exchanges; on GPUs all layers get the same communication stream. `cp_mesh` has one dimension; a single
-    rank (or None) is only noted.
+    rank (or None) is only noted: layers that were joined before stay so.
 
     Raises ConfigError (a ValueError) for a model without layers named `self_attn`, for one of them without the hook,
     and as the hook (heads that the ranks cannot share). No layer is touched before all are known to have the hook.

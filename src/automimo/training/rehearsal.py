@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
 
 import torch.distributed as dist
 from rich.console import Console
@@ -27,7 +26,6 @@ from automimo.distributed.mesh import ParallelSizes, build_meshes
 from automimo.distributed.world import is_distributed
 from automimo.errors import DistributedError
 from automimo.machine import GIB
-from automimo.mimo_v2_flash.backbone import MiMoV2FlashBlock
 from automimo.mimo_v2_flash.config import MiMoV2FlashConfig
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
 from automimo.mimo_v2_flash.presets import preset_config
@@ -170,7 +168,9 @@ def share_of_rank(
     tokens = [[_tokens_of(Place.of(r, sizes), row) * own for own in rows(Place.of(r, sizes))] for r in others]
     arriving = [sum(all_) / len(all_) for all_ in zip(*tokens, strict=True)]
     idle = padded_lengths([1], sizes.context)[0]  # one place of padding
-    window = next((block.self_attn.window for block in _blocks(model) if block.self_attn.window is not None), None)
+    window = next(
+        (block.self_attn.window for block in model.model.blocks() if block.self_attn.window is not None), None
+    )
 
     @cache
     def halo(length: int, documents: int) -> tuple[int, int] | None:
@@ -192,17 +192,13 @@ def share_of_rank(
     ]
 
 
-def _blocks(model: MiMoV2FlashForCausalLM) -> list[MiMoV2FlashBlock]:
-    return cast("list[MiMoV2FlashBlock]", list(model.model.layers.values()))
-
-
 def _tokens_of(place: Place, row: int) -> int:
     """Of a document of `row` tokens, those that fall to a context rank; the others are padding."""
     padded = padded_lengths([row], place.context_ranks)
     if place.context_ranks == 1:
         return row
     chunks = chunks_of([0, *padded], place.context_ranks, place.context_rank)
-    return sum(min(stop, row) - min(start, row) for _, start, stop in chunks)
+    return sum(min(stop, row) - min(start, row) for _, start, stop in chunks.tolist())
 
 
 def part_of_rank(model: MiMoV2FlashForCausalLM) -> Part:

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from automimo.attention import check_heads
 from automimo.checkpoint import write_text_atomic
 from automimo.checkpoint.resume import tidy_steps
-from automimo.distributed.mesh import Meshes, build_meshes
+from automimo.distributed.mesh import Meshes, ParallelSizes, build_meshes
 from automimo.distributed.watchdog import Watchdog
 from automimo.distributed.world import World, exchange_texts, main_first, on_main, open_world, together
 from automimo.errors import ConfigError, DataError
@@ -36,6 +37,7 @@ from automimo.training.setup import (
     load_fitting_tokenizer,
     model_folder,
     parallel_sizes,
+    shares_work,
 )
 from automimo.training.state import (
     Saver,
@@ -54,7 +56,9 @@ from automimo.training.summary import ModelSize, describe, model_size, total_ste
 LONG_PHASE = 12
 
 
-def run_training(recipe: Recipe, *, dry_run: bool = False, console: Console | None = None) -> int:
+def run_training(
+    recipe: Recipe, *, dry_run: bool = False, ranks: int | None = None, console: Console | None = None
+) -> int:
     """Train as `recipe` says; returns the exit code: 0 when the run is complete, 143 or 130 when it saved and stopped
     on SIGTERM or SIGINT.
 
@@ -62,14 +66,14 @@ def run_training(recipe: Recipe, *, dry_run: bool = False, console: Console | No
     model, steps, evaluation, final export) appears complete or not at all. So the same call again after any kill
     continues, and ends with the weights of an undisturbed run. Started in several processes (torchrun, `--nproc`) it
     does the same work with all of them; their number may change from one call to the next. `dry_run` loads the data,
-    builds the model without memory, prints what would happen and writes nothing.
+    builds the model without memory, prints what would happen (in `ranks` processes, where given) and writes nothing.
 
     Raises ConfigError, DataError, CheckpointError, TrainingError or, for the failure of another rank, DistributedError.
     """
     console = console or Console()
     folder = RunFolder(recipe.folder)
     if dry_run:
-        _dry_run(recipe, folder, console)
+        _dry_run(recipe, folder, console, ranks)
         return 0
     timeout = recipe.parallel.timeout
     with open_world(collective_timeout(recipe)) as world, Watchdog(timeout if world.size > 1 else None) as watchdog:
@@ -87,7 +91,7 @@ def collective_timeout(recipe: Recipe) -> float:
     return recipe.parallel.timeout * LONG_PHASE + 60
 
 
-def _dry_run(recipe: Recipe, folder: RunFolder, console: Console) -> None:
+def _dry_run(recipe: Recipe, folder: RunFolder, console: Console, ranks: int | None) -> None:
     with model_folder(recipe, folder, write=False) as source:
         data = load_data(recipe, load_fitting_tokenizer(source))
         total = total_steps(recipe, data)
@@ -97,8 +101,11 @@ def _dry_run(recipe: Recipe, folder: RunFolder, console: Console) -> None:
         trainable, _ = select_trainable(model, recipe.model, recipe.moe)
         make_optimizer(MasterWeights(model, torch.float32).trainable, recipe.optim)  # its patterns are checked
         size = model_size(model, trainable)
-        for line in describe(recipe, model.config, size, data, total):
+        sizes = _checked_layout(recipe, model, ranks)
+        for line in describe(recipe, model.config, size, data, total, sizes):
             _say(console, line)
+        if sizes is None and shares_work(recipe):
+            _say(console, "layout   not checked: how many processes is not known; add --nproc N, or --world-size N")
     checkpoint = find_checkpoint(recipe)
     if checkpoint is not None:
         saved = read_values(checkpoint)
@@ -108,6 +115,15 @@ def _dry_run(recipe: Recipe, folder: RunFolder, console: Console) -> None:
         console,
         f"dry run  would start from {checkpoint or 'the beginning'} and write to {folder.root}; nothing written",
     )
+
+
+def _checked_layout(recipe: Recipe, model: MiMoV2FlashForCausalLM, ranks: int | None) -> ParallelSizes | None:
+    """Sizes for `ranks` processes (None: one, or unknown). Raises ConfigError for what cannot be shared."""
+    for block in model.model.blocks():
+        check_heads(block.self_attn.num_heads, block.self_attn.num_kv_heads, recipe.parallel.context)
+    if ranks is None or ranks == 1:
+        return None
+    return parallel_sizes(recipe, ranks, model.config.n_routed_experts)
 
 
 def _train(recipe: Recipe, folder: RunFolder, console: Console, world: World, watchdog: Watchdog) -> int:

@@ -210,6 +210,12 @@ def parallel_sizes(recipe: Recipe, world: int, n_experts: int | None) -> Paralle
     )  # fmt: skip
 
 
+def shares_work(recipe: Recipe) -> bool:
+    """Whether the recipe asks for several processes."""
+    parallel = recipe.parallel
+    return max(parallel.data or 1, parallel.replicate, parallel.expert, parallel.context) > 1
+
+
 def source_options(recipe: Recipe) -> SourceOptions:
     """What the recipe says about the files of `model.path` that they do not say themselves."""
     model = recipe.model

@@ -7,7 +7,6 @@ change of the layout shows here without a second place that knows it.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -102,8 +101,8 @@ class _Step:
         self.embedding, self.head = units[model.model.embed_tokens], units[model.lm_head]
         grad = self.embedding_grad = self.embedding.trained > 0
         self.layers = []
-        for block in model.model.layers.values():
-            layer = _layer(cast("MiMoV2FlashBlock", block), units, grad)
+        for block in model.model.blocks():
+            layer = _layer(block, units, grad)
             self.layers.append(layer)
             grad = layer.grad
         self.order: list[Unit] = []  # of the ends of forward, which FSDP's own prefetch goes back along

@@ -6,7 +6,6 @@ many, so pairing the ends gives every rank the same number of visible pairs unde
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,27 +13,30 @@ from torch import Tensor
 from automimo.errors import ConfigError
 
 
-def chunks_of(boundaries: Sequence[int], size: int, rank: int) -> list[tuple[int, int, int]]:
-    """The chunks of `rank` in the order in which it holds them: (number of the document, first token, end).
+def chunks_of(boundaries: Sequence[int], size: int, rank: int) -> Tensor:
+    """The chunks of `rank` in the order in which it holds them: int64 [C, 3] on the CPU, each with the number of its
+    document, its first token and its end.
 
     `boundaries` are the cumulative lengths of the documents, 0 first. Raises ConfigError for a rank that does not
     exist and for a document whose length is not a multiple of 2 * size.
     """
     if not 0 <= rank < size:
         raise ConfigError(f"there is no context-parallel rank {rank} among {size}")
-    chunks = []
-    for document, (start, stop) in enumerate(pairwise(boundaries)):
-        length = stop - start
-        if length % (2 * size):
-            raise ConfigError(
-                f"document {document} has {length} tokens, which is not divisible by 2 * cp_size = {2 * size}: pad "
-                f"every document to a multiple of {2 * size}"
-            )
-        chunk = length // (2 * size)
-        if chunk:
-            chunks.append((document, start + rank * chunk, start + (rank + 1) * chunk))
-            chunks.append((document, stop - (rank + 1) * chunk, stop - rank * chunk))
-    return chunks
+    bounds = torch.tensor(boundaries, dtype=torch.int64)
+    lengths = bounds.diff()
+    uneven = (lengths % (2 * size)).nonzero()
+    if uneven.numel():
+        document = int(uneven[0])
+        raise ConfigError(
+            f"document {document} has {int(lengths[document])} tokens, which is not divisible by 2 * cp_size = "
+            f"{2 * size}: pad every document to a multiple of {2 * size}"
+        )
+    chunk = lengths // (2 * size)
+    early, late = bounds[:-1] + rank * chunk, bounds[1:] - (rank + 1) * chunk
+    firsts = torch.stack([early, late], 1)
+    documents = torch.arange(len(lengths)).unsqueeze(1).expand(-1, 2)
+    chunks = torch.stack([documents, firsts, firsts + chunk.unsqueeze(1)], 2).flatten(0, 1)
+    return chunks[chunks[:, 1] < chunks[:, 2]]  # documents may be empty
 
 
 def thd_partition(boundaries: Sequence[int], size: int, rank: int) -> Tensor:
@@ -42,10 +44,7 @@ def thd_partition(boundaries: Sequence[int], size: int, rank: int) -> Tensor:
 
     Raises ConfigError as `chunks_of`.
     """
-    chunks = chunks_of(boundaries, size, rank)
-    if not chunks:
-        return torch.zeros(0, dtype=torch.int64)
-    starts, stops = (torch.tensor(values) for values in list(zip(*chunks, strict=True))[1:])
+    _, starts, stops = chunks_of(boundaries, size, rank).unbind(1)
     lengths = stops - starts
     shifts = starts - (lengths.cumsum(0) - lengths)  # from the place among our tokens to the place in the stream
     total = boundaries[-1] // size

@@ -43,6 +43,9 @@ class ContextParallelSharder:
     `loss_mask` and `padding_token_id` are handed to the strategy. `device_mesh` has a dimension named ``cp`` (and
     perhaps ``tp``); None or a mesh without ``cp`` is one rank.
 
+    A model of ours takes what `shard` returns as keywords, with its labels as `targets`: ``model(**batch,
+    targets=batch["labels"])``; the loss is then the sum over this rank's tokens.
+
     Raises TypeError when the two modes are mixed or `batch` is missing, ConfigError when several ranks would have to
     share an unpacked batch.
     """
@@ -302,6 +305,6 @@ class _Gather(torch.autograd.Function):
 
 def _all_gather(share: Tensor, group: dist.ProcessGroup) -> Tensor:
     share = share.contiguous()
-    whole = share.new_empty(group.size() * share.shape[0], *share.shape[1:])
-    dist.all_gather_into_tensor(whole, share, group=group)
-    return whole
+    whole = share.new_empty(group.size(), *share.shape)
+    dist.all_gather(list(whole.unbind()), share, group=group)
+    return whole.flatten(0, 1)
