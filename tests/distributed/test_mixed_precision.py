@@ -12,6 +12,7 @@ from automimo.moe import GroupedExperts
 from automimo.moe.gate import Gate
 from automimo.parallelize import ParallelConfig, parallelize
 from automimo.training.optimizer import make_optimizer
+from automimo.training.place import Place
 from automimo.training.precision import MasterWeights
 from automimo.training.recipe import OptimSection
 from automimo.training.step import train_step
@@ -23,6 +24,7 @@ def train_in_bf16(rank: int, mesh: dict[str, int], batch: int) -> tuple[list[flo
     model = make_model(case)
     sizes = infer_sizes(dist.get_world_size(), n_experts=EXPERTS, **mesh)
     parallelize(model, build_meshes(sizes, "cpu"), ParallelConfig(dtype=torch.bfloat16))
+    place = Place.of(rank, sizes)
     seen: dict[str, set[str]] = {}
 
     def note(name: str, tensor: torch.Tensor) -> None:
@@ -56,7 +58,7 @@ def train_in_bf16(rank: int, mesh: dict[str, int], batch: int) -> tuple[list[flo
     losses = []
     for step in range(1, 6):
         result = train_step(
-            model, masters, optimizer, batches(data, case, rank, dist.get_world_size()),
+            model, masters, optimizer, batches(data, case, place),
             lr_factor=1.0, clip_norm=None, loss_chunk=16, update_bias=True, step=step,
         )  # fmt: skip
         losses.append(result.loss)
@@ -67,7 +69,14 @@ def train_in_bf16(rank: int, mesh: dict[str, int], batch: int) -> tuple[list[flo
     return losses, seen
 
 
-@pytest.mark.parametrize(("ranks", "mesh", "batch"), [(2, {"expert": 2}, 6), (4, {"replicate": 2, "expert": 2}, 4)])
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "batch"),
+    [
+        (2, {"expert": 2}, 6),
+        (4, {"replicate": 2, "expert": 2}, 4),
+        pytest.param(2, {"context": 2, "expert": 2}, 3, marks=pytest.mark.slow),
+    ],
+)
 def test_router_and_sinks_stay_fp32_inside_forward(ranks, mesh, batch):
     answers = run_ranks(ranks, train_in_bf16, mesh, batch)
     reference = one_process(Case(mesh, batch=batch)).losses

@@ -160,9 +160,8 @@ def test_balance_loss_equals_the_loop(score_func):
         expected = 0.25 * oracle.balance_loss(scores, chosen, documents, gate.config)
         assert aux.dtype == torch.float32
         assert aux.item() == pytest.approx(expected, rel=1e-5)
-    assert gate(x).aux_loss.item() == pytest.approx(
-        gate(x, torch.zeros(30, dtype=torch.int64)).aux_loss.item(), rel=1e-6
-    )
+    one = Documents(torch.zeros(30, dtype=torch.int64), 1)
+    assert gate(x).aux_loss.item() == pytest.approx(gate(x, one).aux_loss.item(), rel=1e-6)
 
 
 def test_balance_loss_does_not_depend_on_micro_batches():
