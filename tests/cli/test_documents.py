@@ -33,10 +33,12 @@ RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 QUICKSTART = "automimo train recipes/quickstart.yaml"
 ONE_STEP = "data.sequence_length=128 data.validation=[] train.evaluate_every=0 train.steps=1 optim.warmup_steps=0"
 LAUNCHED = f"{QUICKSTART} --nproc 2 parallel.expert=2"
+SHARED = f"{QUICKSTART} --nproc 2 parallel.context=2"
 TORCHRUN = "torchrun --nproc-per-node 2 -m automimo train recipes/quickstart.yaml parallel.expert=2"
 SHORTENED = {
     QUICKSTART: f"{QUICKSTART} --dry-run output=runs/new",
     LAUNCHED: f"{LAUNCHED} {ONE_STEP} output=runs/launched",
+    SHARED: f"{SHARED} {ONE_STEP} output=runs/shared train.final=none",
     TORCHRUN: f"{TORCHRUN} {ONE_STEP} output=runs/torchrun train.final=none",
 }
 
