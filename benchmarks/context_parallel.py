@@ -50,7 +50,7 @@ CHANGES: dict[str, object] = {
 
 # glibc keeps freed blocks below a threshold that grows by itself, up to 32 MiB, and what lies about that way depends on
 # the sizes of tensors more than on what a step needs: of one process 940 MiB, of two 700 MiB each. A fixed threshold
-# gives them back. It takes time (a quarter more), on all sides alike.
+# gives them back, for about a seventh more time.
 GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
 
 
