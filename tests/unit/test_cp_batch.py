@@ -360,12 +360,3 @@ def test_without_transformer_engine_nothing_is_compared(monkeypatch: pytest.Monk
     check_rule_of_te.cache_clear()
     check_rule_of_te(2, 1, torch.device("cpu"))
     check_rule_of_te.cache_clear()
-
-
-def test_the_rule_of_the_installed_transformer_engine() -> None:
-    pytest.importorskip("transformer_engine_torch", exc_type=ImportError)
-    if not torch.cuda.is_available():
-        pytest.skip("its partition runs on a GPU")
-    check_rule_of_te.cache_clear()
-    for rank in range(4):
-        check_rule_of_te(4, rank, torch.device("cuda"))
