@@ -2,9 +2,9 @@
 
 torchrun restarts the processes of a job when one of them dies, and keeps one store over all attempts. What a dead
 process left there (the address on which its gloo listened) is found by those of the next attempt, which then fail to
-connect or wait for a process that is gone: after 9 kills of one of two ranks, 2 jobs went on, 5 ended
-and 2 hung until a time-out. The number of the attempt that torchrun tells does not help, because on several machines each counts
-its own. So rank 0 draws a token for the attempt, and all its keys get that as their prefix.
+connect or wait for a process that is gone: after 9 kills of one of two ranks, 2 jobs went on, 5 ended and 2 hung until
+a time-out. The number of the attempt that torchrun tells does not help, because on several machines each counts its
+own. So rank 0 draws a token for the attempt, and all its keys get that as their prefix.
 """
 
 import time
