@@ -11,7 +11,6 @@ them again, the other way. The losses of all are printed as their largest differ
 import argparse
 import json
 import os
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import torch
 from measure import peak_mib, reset_peak, spawn_ranks
+from steps import timed_steps
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,11 +32,7 @@ from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
 from automimo.mimo_v2_flash.presets import preset_config
 from automimo.parallelize import ParallelConfig, parallelize
 from automimo.training.evaluation import batch_loss
-from automimo.training.optimizer import make_optimizer
 from automimo.training.place import Place
-from automimo.training.precision import MasterWeights
-from automimo.training.recipe import OptimSection
-from automimo.training.step import train_step
 
 # The released widths of heads and window; an eighth of the heads, of which a step of 16k tokens fits a laptop.
 CHANGES: dict[str, object] = {
@@ -112,26 +108,16 @@ def measure(request: dict) -> dict[str, Any]:
             sizes = infer_sizes(world.size, n_experts=model.config.n_routed_experts, context=world.size)
             place = Place.of(world.rank, sizes)
             parallelize(model, build_meshes(sizes, "cpu"), ParallelConfig())
-        masters = MasterWeights(model, torch.float32)
-        optimizer = make_optimizer(masters.trainable, OptimSection(lr=1e-4))
         data = make_stream(request["tokens"], request["documents"], model.config.vocab_size)
-        seconds, losses = [], []
-        for step in range(1, request["steps"] + 2):
-            batches = place.micro_batches(data, data.next_rows(1), 1)
-            start = time.perf_counter()
-            result = train_step(
-                model, masters, optimizer, batches,
-                lr_factor=1.0, clip_norm=1.0, loss_chunk=1024, update_bias=False, step=step,
-            )  # fmt: skip
-            seconds.append(time.perf_counter() - start)
-            losses.append(result.loss)
+        batches = (place.micro_batches(data, data.next_rows(1), 1) for _ in range(request["steps"] + 1))
+        seconds, loss = timed_steps(model, torch.float32, batches)
         memory = peak_mib() - imported
         counted = CountSent(world.rank)
         counted.watch(model)
         with counted, torch.no_grad():
-            batch_loss(model, batches[0], 1024)
+            batch_loss(model, place.micro_batches(data, data.next_rows(1), 1)[0], 1024)
     per_layer = {kind: total / kinds.count(kind) for kind, total in counted.sent.items()}
-    return {"seconds": min(seconds[1:]), "mib": memory, "loss": losses[0], "bytes": per_layer}
+    return {"seconds": seconds, "mib": memory, "loss": loss, "bytes": per_layer}
 
 
 def describe(name: str, results: list[list[dict[str, Any]]], alone: dict[str, float] | None) -> dict[str, float]:

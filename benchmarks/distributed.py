@@ -11,7 +11,6 @@ as the largest difference to one process: it is the same training.
 import argparse
 import json
 import os
-import time
 from dataclasses import dataclass
 
 # Before torch is imported.
@@ -20,18 +19,15 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import torch
 from measure import spawn_ranks
+from steps import timed_steps
 
 from automimo.data import DataStream, Example
-from automimo.data.batches import share_rows
 from automimo.distributed.mesh import build_meshes, infer_sizes
 from automimo.distributed.world import open_world
 from automimo.mimo_v2_flash.model import MiMoV2FlashForCausalLM
 from automimo.mimo_v2_flash.presets import preset_config
 from automimo.parallelize import ParallelConfig, parallelize
-from automimo.training.optimizer import make_optimizer
-from automimo.training.precision import MasterWeights
-from automimo.training.recipe import OptimSection
-from automimo.training.step import train_step
+from automimo.training.place import Place
 
 
 @dataclass(frozen=True)
@@ -89,28 +85,17 @@ def measure(settings: Model, layout: str, steps: int, dtype: torch.dtype) -> dic
     with open_world(600) as world:
         model = make_model(settings)
         total = sum(p.numel() for p in model.parameters())
-        masters_dtype = dtype
+        masters_dtype, place = dtype, Place()
         if world.size > 1:
             given = {key: value or world.size for key, value in LAYOUTS[layout].items()}
             sizes = infer_sizes(world.size, n_experts=model.config.n_routed_experts, **given)
+            place = Place.of(world.rank, sizes)
             parallelize(model, build_meshes(sizes, "cpu"), ParallelConfig(dtype=dtype))
             masters_dtype = torch.float32
-        masters = MasterWeights(model, masters_dtype)
-        optimizer = make_optimizer(masters.trainable, OptimSection(lr=1e-4))
         data = make_stream(settings, model.config.vocab_size)
-        seconds, losses = [], []
-        for step in range(1, steps + 2):
-            rows = data.next_rows(settings.rows)
-            batches = [data.batch(own) for own in share_rows(rows, settings.micro, world.rank, world.size)]
-            start = time.perf_counter()
-            result = train_step(
-                model, masters, optimizer, batches,
-                lr_factor=1.0, clip_norm=1.0, loss_chunk=1024, update_bias=False, step=step,
-            )  # fmt: skip
-            # The gradient norm is a collective, so a step ends at about the same time on all ranks.
-            seconds.append(time.perf_counter() - start)
-            losses.append(result.loss)
-    return {"seconds": min(seconds[1:]), "parameters": total, "loss": losses[0]}
+        batches = (place.micro_batches(data, data.next_rows(settings.rows), settings.micro) for _ in range(steps + 1))
+        seconds, loss = timed_steps(model, masters_dtype, batches)
+    return {"seconds": seconds, "parameters": total, "loss": loss}
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ from automimo.mimo_v2_flash.storage.matrices import (
     stored_tensors,
 )
 from automimo.mimo_v2_flash.storage.target import TargetForm
-from automimo.mimo_v2_flash.weights import is_carried
+from automimo.mimo_v2_flash.weights import SINK, SINK_OF_TE, is_carried
 from automimo.moe import MoEConfig
 from automimo.moe.split_experts import MoESplitExpertsStateDictMixin, copy_to_native, copy_whole
 
@@ -77,9 +77,7 @@ class MiMoV2FlashStateDictAdapter(MoESplitExpertsStateDictMixin, StateDictAdapte
         self.dtype = dtype
         self.revision = revision
         # Ends of keys that the attention of a backend holds under another name, with its values in fp32.
-        self.hf_to_internal_map: dict[str, str] = (
-            {"self_attn.attention_sink_bias": "self_attn.attn_module.softmax_offset"} if backend.attn == "te" else {}
-        )
+        self.hf_to_internal_map: dict[str, str] = {SINK: SINK_OF_TE} if backend.attn == "te" else {}
         self.internal_to_hf_map = {internal: hf for hf, internal in self.hf_to_internal_map.items()}
         # From `to_hf(for_checkpoint_load=True)` until `from_hf`, the decoder knows the model's tensor (or the view of
         # its stack) that each key of the split layout is loaded into, and these are its stacks by name.

@@ -24,7 +24,7 @@ from automimo.moe.split_experts import expert_view
 CARRIED_PREFIXES = ("model.mtp.", "visual.", "audio_encoder.", "speech_embeddings.")
 
 # A layer whose attention is that of Transformer Engine holds its sinks there.
-_SINK, _SINK_OF_TE = ".self_attn.attention_sink_bias", ".self_attn.attn_module.softmax_offset"
+SINK, SINK_OF_TE = "self_attn.attention_sink_bias", "self_attn.attn_module.softmax_offset"
 
 _STACKED = re.compile(r"(?P<prefix>.*\.experts)\.(?P<stack>gate_and_up_projs|down_projs)$")
 
@@ -47,7 +47,7 @@ class Place:
 
 def released_name(parameter: str) -> str:
     """The name that releases have for one of our parameters or buffers that is one of theirs as a whole."""
-    return parameter.removesuffix(_SINK_OF_TE) + _SINK if parameter.endswith(_SINK_OF_TE) else parameter
+    return parameter.removesuffix(SINK_OF_TE) + SINK if parameter.endswith("." + SINK_OF_TE) else parameter
 
 
 def places_of(parameter: str, num_experts: int) -> dict[str, Place]:
